@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat.comm import (
     PACKINGS,
     AllGather,
-    CollectiveChoice,
+    CollectiveOverrides,
     QuantizedAllGather,
     QuantizedReduceScatter,
     ReduceScatter,
@@ -71,7 +71,7 @@ def use_collectives(
             raise OptionError(
                 f"{name} is for the library's own collectives; it goes with no {replaced!r} in their place."
             )
-    own = CollectiveChoice(
+    own = CollectiveOverrides(
         all_gather,
         reduce_scatter,
         gathered_between_hosts=param_dtype_between_hosts,

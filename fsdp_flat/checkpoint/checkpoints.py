@@ -48,7 +48,7 @@ from fsdp_flat.state import (
     OptimContents,
     OptimStates,
     ParamIndex,
-    TakenApart,
+    SplitParams,
     are_equal,
     boxed_state_dict,
     contents_of,
@@ -255,7 +255,7 @@ class _Saving:
                     self._unprepared = raised
             # Hooks may name tensors as no unit does; every rank saves those unless all have the same names.
             unmanaged = [name for name in self._tensors["model"] if name not in index.by_name]
-            compared = (unmanaged, self._replicated.prints, self._alike)
+            compared = (unmanaged, self._replicated.fingerprints, self._alike)
             told = [digest_of(json.dumps(each, sort_keys=True).encode()) for each in compared]
             flags = int(self._unprepared is None), int(any(map(has_quantized, contents.state.values())))
             self._own += [number, *flags, *told, *self._states.digests()]
@@ -334,7 +334,7 @@ class _Saving:
         param = self._param(name)
         if param is None:
             return True
-        if not param.unit.options.front.has_wrapper or math.prod(param.shape) == 0:
+        if not param.unit.options.api.has_wrapper or math.prod(param.shape) == 0:
             return param.rank_group.rank == 0
         own = param.local_shard.in_param
         return own.start == 0 < own.stop
@@ -417,7 +417,7 @@ def _model_values(model: nn.Module) -> tuple[dict[str, Any], Any, dict[str, Any]
     for unit in units_of(model):
         unit.check_idle("save_checkpoint")
     tensors, plain = dict[str, Any](), dict[str, Any]()
-    apart = TakenApart(model)
+    apart = SplitParams(model)
     for key, value in boxed_state_dict(model, apart).items():
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(key)

@@ -53,7 +53,7 @@ from fsdp_flat.layout import clean_fqn, names_unlike, owners_of_constants
 from fsdp_flat.state import (
     OptimContents,
     ParamIndex,
-    TakenApart,
+    SplitParams,
     boxed_state_dict,
     held_by,
     load_optim_state,
@@ -379,7 +379,7 @@ def load_files(
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
         extra = reader.read_value(f"extra.{together.rank if num_ranks == together.size else 0}")
         plain: dict[str, Any] = reader.read_value("plain")
-        apart = TakenApart(model)
+        apart = SplitParams(model)
         in_model: Mapping[str, str] = {name: name for name in (*reader.tensors_in("model."), *plain["model"])}
         names = in_model if names_of is None else names_of(in_model)
         into = _ModelTemplate(model, reader, apart, names, strict=strict)
@@ -440,14 +440,14 @@ class _ModelTemplate:
     Attributes:
         values: the tensors, by the model's names.
         own_names: the names in the model's own state dict, by these.
-        kept: parts of parameters that are left as they are, which :meth:`TakenApart.join` needs.
+        kept: parts of parameters that are left as they are, which :meth:`SplitParams.join` needs.
         missing: names of the model that the files do not have; a tied parameter needs one of its names.
         unexpected: names in the files that the model does not have.
         is_partial: whether names are left out.
     """
 
     def __init__(
-        self, model: nn.Module, reader: SafeReader, apart: TakenApart, names: Mapping[str, str], *, strict: bool
+        self, model: nn.Module, reader: SafeReader, apart: SplitParams, names: Mapping[str, str], *, strict: bool
     ) -> None:
         own = boxed_state_dict(model, apart, copy=True)
         self.own_names = {clean_fqn(name): name for name in own}

@@ -66,7 +66,7 @@ def entries_of(
     params = model.named_parameters() if trainable_only else ()
     trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     handles = {param.param_group for param in (*index.params, *by_name.values())} if trainable_only else ()
-    flags = {handle: handle.shown.requires_grad() for handle in handles}
+    flags = {handle: handle.slots.requires_grad() for handle in handles}
     if loads:
         with state_dict_settings(model, TEMPLATE):
             state = {name: values_of(value) for name, value in model.state_dict().items()}

@@ -209,7 +209,7 @@ def _load(model: nn.Module, state: dict[str, Any]) -> list[str]:
     """Load full tensors, and return the names that no module has taken."""
     unit = unit_of(model)
     # A plain module may have a method of its own with other arguments.
-    has_wrapper = unit is not None and unit.options.front.has_wrapper
+    has_wrapper = unit is not None and unit.options.api.has_wrapper
     load = type(model).load_state_dict if has_wrapper else nn.Module.load_state_dict
     with state_dict_settings(model, settings_for(StateDictType.FULL_STATE_DICT, None, None)):
         return [clean_fqn(name) for name in load(model, state, strict=False).unexpected_keys]
@@ -221,7 +221,7 @@ def _copied(model: nn.Module) -> Callable[[], None]:
     for unit in units_of(model):
         unit.reshard()
         unit.adopt_assigned()
-    managed = {param for handle in handles for param in handle.shown.visible_params}
+    managed = {param for handle in handles for param in handle.slots.visible_params}
     others = [each for each in chain(model.parameters(), model.buffers()) if each not in managed]
     quantized = [*(entry.param for handle in handles for entry in handle.params), *others]
     others += [each for param in quantized for each in constants_of(param).values()]

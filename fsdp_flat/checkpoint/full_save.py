@@ -279,7 +279,7 @@ def save_full(
     same, prints = [f"dtype={dtype!r}", f"max_file_bytes={max_file_bytes!r}", f"spread={bool(spread)}"], ""
     with until_met:
         replicated = ReplicatedTensors(model)
-        prints = json.dumps(replicated.prints, sort_keys=True)
+        prints = json.dumps(replicated.fingerprints, sort_keys=True)
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:

@@ -33,7 +33,7 @@ from fsdp_flat.comm.exchanges import (
     true_on_any_rank,
 )
 from fsdp_flat.comm.failures import named_errors, report_error, report_left_out, reported_failure, while_ranks_live
-from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives
+from fsdp_flat.comm.flat_collectives import CollectiveOverrides, Collectives
 from fsdp_flat.comm.given_up import Pending, keep, settled
 from fsdp_flat.comm.rank_groups import (
     ALONE,

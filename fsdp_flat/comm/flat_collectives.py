@@ -168,7 +168,7 @@ class GlooAcceleratorCollectives(GlooCollectives):
 
 
 @dataclass(frozen=True, slots=True)
-class CollectiveChoice:
+class CollectiveOverrides:
     """Holds the parts of a unit's collectives that a caller has replaced.
 
     Attributes:
@@ -190,9 +190,9 @@ class CollectiveChoice:
     reduced_between_hosts: torch.dtype | None = None
 
     @property
-    def of_library(self) -> CollectiveChoice:
+    def of_library(self) -> CollectiveOverrides:
         """The parts that the library's own collectives follow."""
-        return CollectiveChoice(
+        return CollectiveOverrides(
             backend=self.backend,
             gathered_between_hosts=self.gathered_between_hosts,
             reduced_between_hosts=self.reduced_between_hosts,
@@ -205,7 +205,7 @@ class CustomCollectives(Collectives):
     With memory of the caller's and no collective, the backend's is called in that memory.
     """
 
-    def __init__(self, own: Collectives, own_reductions: Collectives, choice: CollectiveChoice) -> None:
+    def __init__(self, own: Collectives, own_reductions: Collectives, choice: CollectiveOverrides) -> None:
         super().__init__(own.rank_group)
         self._own = own
         self._own_reductions = own_reductions

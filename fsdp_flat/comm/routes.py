@@ -11,7 +11,7 @@ from torch.distributed import irecv, isend
 
 from fsdp_flat.comm.failures import NamedWork, keep_waiting_in_thread, named_errors
 from fsdp_flat.comm.flat_collectives import (
-    CollectiveChoice,
+    CollectiveOverrides,
     Collectives,
     CustomCollectives,
     GlooAcceleratorCollectives,
@@ -21,12 +21,12 @@ from fsdp_flat.comm.rank_groups import RankGroup, ended_ranks, moves_by_gloo
 from fsdp_flat.comm.shm import SharedMemoryCollectives, channel_of, known_transport, shares_memory
 from fsdp_flat.errors import PeerFailureError
 
-_OWN = CollectiveChoice()
+_OWN = CollectiveOverrides()
 TRANSFER = "a transfer between ranks, for a state dict"
 
 
 def collectives_for(
-    rank_group: RankGroup, device: torch.device, choice: CollectiveChoice = _OWN, *, unit: int = 0, name: str = ""
+    rank_group: RankGroup, device: torch.device, choice: CollectiveOverrides = _OWN, *, unit: int = 0, name: str = ""
 ) -> Collectives | None:
     """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
 

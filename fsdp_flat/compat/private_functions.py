@@ -84,7 +84,7 @@ def refusal(name: str, advice: str) -> Callable[..., Any]:
 
 def _wrapper(state: Any, name: str) -> Any:
     unit = unit_of(state) if isinstance(state, nn.Module) else None
-    if unit is not None and unit.options.front.has_wrapper:
+    if unit is not None and unit.options.api.has_wrapper:
         return state
     raise UsageError(
         f"{name} takes a FullyShardedDataParallel, as FSDP1's state of a module; got {type(state).__name__}. Pass the "

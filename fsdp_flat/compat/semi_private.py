@@ -153,7 +153,7 @@ def _as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
 def wrappers_in(module: nn.Module) -> list[Any]:
     """Return every wrapper at or below ``module``, in the order of ``module.modules()``."""
     units = [(child, unit_of(child)) for child in modules_of(module)]
-    return [child for child, unit in units if unit is not None and unit.options.front.has_wrapper]
+    return [child for child, unit in units if unit is not None and unit.options.api.has_wrapper]
 
 
 class GroupMember:
@@ -310,13 +310,13 @@ class FlatParamHandle(GroupMember):
         """The flat parameter, with FSDP1's tensor attributes updated."""
         flat_param, originals, shared = self._real.flat_param, None, None
         if self._use_orig_params:
-            originals = list(self._real.shown.visible_params)
+            originals = list(self._real.slots.visible_params)
             # One for each further registration.
             places = zip(originals, self._real.params, strict=True)
             shared = [param for param, entry in places for _ in entry.sites[1:]]
         flat_param.__dict__.update(
             _local_shard=flat_param.data,
-            _full_param_padded=self._real.buffer.tensors[0],
+            _full_param_padded=self._real.output.tensors[0],
             _params=originals,
             _shared_params=shared,
         )
@@ -397,7 +397,7 @@ class FlatParamHandle(GroupMember):
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         """Return the unsharded flat tensor; its storage is empty while the unit is sharded."""
-        return self._real.buffer.tensors[0]
+        return self._real.output.tensors[0]
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)
@@ -617,7 +617,7 @@ class UndocumentedMembers(GroupMember):
             unit.reshard()
             unit.adopt_assigned()
             for position, handle in enumerate(unit.param_groups):
-                handle.shown.remove()
+                handle.slots.remove()
                 for entry in handle.params:
                     for site in entry.sites:
                         site.module._parameters[site.name] = None
@@ -628,7 +628,7 @@ class UndocumentedMembers(GroupMember):
             for unit in units:
                 for position, handle in enumerate(unit.param_groups):
                     unit.module._parameters.pop(flat_param_name(position), None)
-                    handle.shown.show_sharded()
+                    handle.slots.show_sharded()
                     # The caller may have set ``.data``, or changed it in place past its version counter.
                     handle.raise_weights_epoch()
                     handle.adopt_changes()

@@ -131,7 +131,7 @@ class FSDPParam(View):
     def _unsharded_param(self) -> nn.Parameter:
         """The parameter that modules hold in compute."""
         _, param_group, index = self._viewed
-        return param_group.buffer.params[index]
+        return param_group.output.params[index]
 
     # It has values while the unit is unsharded.
     unsharded_param = _unsharded_param

@@ -579,4 +579,4 @@ class FSDPState(View):
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of a module that ``fully_shard`` was called on; None for any other module."""
     unit = unit_of(module)
-    return None if unit is None or unit.options.front.has_wrapper else FSDPState(module, unit)
+    return None if unit is None or unit.options.api.has_wrapper else FSDPState(module, unit)

@@ -379,7 +379,7 @@ def _options(mp_policy: Any, rows: PerParamSharding, reshard_after_forward: bool
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         precision=precision_of_policy(mp_policy),
         offload_params=rows.offloads,
-        front=IN_PLACE,
+        api=IN_PLACE,
         per_param=rows,
     )
     num_shards = options.groups.shard.size

@@ -24,7 +24,7 @@ def unmanaged_params(root: nn.Module, units: Iterable[Unit]) -> dict[str, nn.Par
     managed = {
         param
         for param_group in param_groups
-        for param in (*param_group.shown.visible_params, *param_group.buffer.params)
+        for param in (*param_group.slots.visible_params, *param_group.output.params)
     }
     return {
         clean_fqn(name): param

@@ -37,7 +37,7 @@ def check_units(units: Sequence[Unit]) -> None:
     for option, path in _SHARED_OPTIONS.items():
         first: dict[bool, str] = {}
         for unit in units:
-            if unit.options.front.shares_options and (unit.param_groups or option != "use_orig_params"):
+            if unit.options.api.shares_options and (unit.param_groups or option != "use_orig_params"):
                 first.setdefault(attrgetter(path)(unit.options), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
@@ -46,7 +46,7 @@ def check_units(units: Sequence[Unit]) -> None:
         for param_group in unit.param_groups:
             param_group.find_extensions()
         for param_group in unit.param_groups if not unit.options.use_orig_params else ():
-            params = (param_group.storage.flat_param, *param_group.buffer.params)
+            params = (param_group.storage.flat_param, *param_group.output.params)
             if any(hasattr(param, "_in_backward_optimizers") for param in params):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "

@@ -50,7 +50,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
         for options, param_groups in unit.by_mesh()
         if options.groups == groups
         for number, param_group in enumerate(param_groups)
-        for param_info, trains in zip(param_group.layout.param_infos, param_group.shown.requires_grad(), strict=True)
+        for param_info, trains in zip(param_group.layout.param_infos, param_group.slots.requires_grad(), strict=True)
     ]
 
 

@@ -132,7 +132,7 @@ class BackwardExchange:
                 used.get(param_group) or bytes(len(param_group.layout.param_infos)) for param_group in param_groups
             ]
             is_unreduced = bytes([param_group in unreduced for param_group in param_groups])
-            trained = bytes([trains for param_group in param_groups for trains in param_group.shown.requires_grad()])
+            trained = bytes([trains for param_group in param_groups for trains in param_group.slots.requires_grad()])
             issued, reductions = self._log.digests(groups)
             # The all-reduce takes maxima; that of the complement shows the minimum of a digest.
             of_replicas = _by_replica(issued + _complement(issued), groups)

@@ -169,7 +169,7 @@ class EndOfBackward:
         if root.averages_ignored:
             return True
         return any(
-            param_group.shown.num_trainable and used.get(param_group, b"").count(1) < param_group.shown.num_trainable
+            param_group.slots.num_trainable and used.get(param_group, b"").count(1) < param_group.slots.num_trainable
             for unit in reduced
             if not unit.policy.zeros_for_unused
             for param_group in unit.param_groups
@@ -246,7 +246,7 @@ class EndOfBackward:
                 if partial_sum.shard is None:
                     partial_sum.used = None
                 if reduced[0].policy.zeros_for_unused:
-                    all_flags = bytes(param_group.shown.requires_grad())
+                    all_flags = bytes(param_group.slots.requires_grad())
                 add_reduced(param_group, reduced[0].shard, all_flags)
             if partial_sum.shard is not None:
                 partial_sum.add_used(flags)
@@ -256,7 +256,7 @@ class EndOfBackward:
 
         Nothing happens on a rank where they have left none. Every other rank of the mesh must call this.
         """
-        trained = [param_group for param_group in param_groups if param_group.shown.num_trainable]
+        trained = [param_group for param_group in param_groups if param_group.slots.num_trainable]
         if not any(any(param_group.grads.ready()) for param_group in trained):
             return
         for param_group in trained:

@@ -132,9 +132,9 @@ class UnitForward:
     def after_compute(self) -> None:
         """Restore parameters whose data the module has assigned, and tell guards that it has computed."""
         for param_group in self.unit.param_groups:
-            changes = param_group.shown.diff()
+            changes = param_group.slots.diff()
             if changes.assigned or changes.data:
-                self.changed[param_group] = param_group.shown.restore(changes)
+                self.changed[param_group] = param_group.slots.restore(changes)
         for guard in EVENTS.after_compute:
             guard(self)
 
@@ -150,8 +150,8 @@ class UnitForward:
         self.call = None
         recomputes = graph_task_id() != -1
         for param_group in self.unit.param_groups:
-            if param_group.shown.shows_unsharded:
-                param_group.shown.restore(param_group.shown.diff())
+            if param_group.slots.shows_unsharded:
+                param_group.slots.restore(param_group.slots.diff())
         if self.is_outermost and not recomputes:
             self._step.fail(error)
             return

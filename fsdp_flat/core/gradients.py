@@ -212,7 +212,7 @@ class Gradients:
     :meth:`collect` takes what ``.grad`` holds. In a later backward of an accumulation, :meth:`lend` puts it back first.
 
     Args:
-        shown: the group's parameters, as modules and optimizers see them.
+        slots: the group's parameters, as modules and optimizers see them.
 
     Attributes:
         on_ready: called after the first gradient of the group in a backward, and after every few more.
@@ -229,8 +229,8 @@ class Gradients:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
 
-    def __init__(self, shown: Slots, pool: MemoryPool) -> None:
-        self._shown, self.pool = shown, pool
+    def __init__(self, slots: Slots, pool: MemoryPool) -> None:
+        self._slots, self.pool = slots, pool
         self.on_ready: Callable[[], None] = lambda: None
         self.accept_hook = partial(_accept, weakref.ref(self))
         self.waiting: FlatGradBuffer | None = None
@@ -253,8 +253,8 @@ class Gradients:
         self._num_accepted = 0
         if self._lent:
             self._take_lent()
-        shown = self._shown
-        for index, param in enumerate(shown.buffer.params):
+        slots = self._slots
+        for index, param in enumerate(slots.output.params):
             grad = param.grad
             if grad is None:
                 continue
@@ -263,13 +263,13 @@ class Gradients:
                 self.hide_unreduced()
             if grad.requires_grad:
                 grad = grad.detach()  # the program has set it
-            adapter, buffer = shown.params[index].adapter, self.waiting
+            adapter, buffer = slots.params[index].adapter, self.waiting
             if adapter is not PLAIN:
                 grad = adapter.to_local(grad)
             if buffer is None:
                 buffer, self._spare_buffer = self._spare_buffer, None
                 if buffer is None or buffer.kind != (self.dtype, grad.device):
-                    buffer = FlatGradBuffer(shown.layout, self.dtype, grad.device)
+                    buffer = FlatGradBuffer(slots.layout, self.dtype, grad.device)
                 self.waiting = buffer
             buffer.add_grad(index, grad)
         return self.waiting is not None
@@ -282,11 +282,11 @@ class Gradients:
         """
         if self.unreduced:
             self.hide_unreduced()
-        buffer, shown = self.waiting, self._shown
-        if buffer is None or buffer.kind != (shown.buffer.params[0].dtype, shown.buffer.params[0].device):
+        buffer, slots = self.waiting, self._slots
+        if buffer is None or buffer.kind != (slots.output.params[0].dtype, slots.output.params[0].device):
             return
-        views = shown.layout.views(buffer.tensor) if shown.plan.exposes_unreduced else []
-        for index, (param, entry) in enumerate(zip(shown.buffer.params, shown.params, strict=True)):
+        views = slots.layout.views(buffer.tensor) if slots.plan.exposes_unreduced else []
+        for index, (param, entry) in enumerate(zip(slots.output.params, slots.params, strict=True)):
             if not buffer.grads_ready[index] or param.grad is not None or entry.adapter is not PLAIN:
                 continue
             grad = buffer.waiting.pop(index, None)
@@ -300,7 +300,7 @@ class Gradients:
         buffer, (lent, self._lent) = self.waiting, (self._lent, {})
         assert buffer is not None
         for index, view in lent.items():
-            param = self._shown.buffer.params[index]
+            param = self._slots.output.params[index]
             if param.grad is view and is_alias(view, buffer.tensor):
                 param.grad = None
                 buffer.grads_ready[index] = 1
@@ -315,15 +315,15 @@ class Gradients:
     @property
     def has_waiting(self) -> bool:
         """True if a gradient may wait to be reduced, or to be collected."""
-        return self.waiting is not None or any(param.grad is not None for param in self._shown.buffer.params)
+        return self.waiting is not None or any(param.grad is not None for param in self._slots.output.params)
 
     def ready(self) -> bytes:
         """Return one byte per parameter: 1 where a collected gradient waits."""
-        return bytes(len(self._shown.params)) if self.waiting is None else bytes(self.waiting.grads_ready)
+        return bytes(len(self._slots.params)) if self.waiting is None else bytes(self.waiting.grads_ready)
 
     def waiting_grad(self, index: int) -> torch.Tensor | None:
         """Return the gradient of parameter ``index`` that waits (its shape), or None; a copy of the layout's order."""
-        buffer, layout = self.waiting, self._shown.layout
+        buffer, layout = self.waiting, self._slots.layout
         if buffer is None or not buffer.grads_ready[index]:
             return None
         waiting = buffer.waiting.get(index)
@@ -340,8 +340,8 @@ class Gradients:
             self.hide_unreduced()
         buffer, self.waiting = self.waiting, None
         if buffer is None:
-            shown = self._shown
-            return torch.zeros(shown.layout.numel, dtype=self.reduce_dtype, device=shown.spec.device), None
+            slots = self._slots
+            return torch.zeros(slots.layout.numel, dtype=self.reduce_dtype, device=slots.spec.device), None
         closed = buffer.close(self.pool)
         if closed.dtype == self.reduce_dtype:
             return closed, buffer
@@ -364,12 +364,12 @@ class Gradients:
         for each in self.unreduced:
             each.take_back()
         self.unreduced = []
-        for unsharded_param in self._shown.buffer.params:
+        for unsharded_param in self._slots.output.params:
             unsharded_param.grad = None
 
     def clear(self, chosen: Sequence[VisibleParam], *, set_to_none: bool) -> None:
         """Drop gradients of visible parameters that are not completely reduced yet, or fill them with zeros."""
-        if set_to_none and len(chosen) == len(self._shown.visible):
+        if set_to_none and len(chosen) == len(self._slots.visible):
             self.drop()
             return
         indices = [index for each in chosen for index in each.indices]
@@ -381,7 +381,7 @@ class Gradients:
             if set_to_none and self.partial.used is not None:
                 self.partial.used = without(self.partial.used, indices)
         for index in indices:
-            unsharded_param = self._shown.buffer.params[index]
+            unsharded_param = self._slots.output.params[index]
             if set_to_none:
                 unsharded_param.grad = None
             elif unsharded_param.grad is not None:
@@ -392,16 +392,16 @@ class Gradients:
     def show_unreduced(self) -> None:
         """Set ``.grad`` to the waiting, unreduced gradients (unsharded shapes) between backwards inside ``no_sync``."""
         self.collect()
-        shown, buffer = self._shown, self.waiting
-        if buffer is None or self.unreduced or not shown.plan.exposes_unreduced:
+        slots, buffer = self._slots, self.waiting
+        if buffer is None or self.unreduced or not slots.plan.exposes_unreduced:
             return
         flat, ready = buffer.close(self.pool), buffer.grads_ready
-        if not torch._has_compatible_shallow_copy_type(shown.visible_params[0], flat):
+        if not torch._has_compatible_shallow_copy_type(slots.visible_params[0], flat):
             return  # an offloaded parameter cannot have a gradient on some kinds of devices
         buffer.is_exposed = True
         self.unreduced = [
-            UnreducedGrad(each, grad, is_sharded=shown.layout.world_size > 1)
-            for each, grad in zip(shown.visible, shown.unreduced_grads(flat), strict=True)
+            UnreducedGrad(each, grad, is_sharded=slots.layout.world_size > 1)
+            for each, grad in zip(slots.visible, slots.unreduced_grads(flat), strict=True)
             if any(ready[each.indices.start : each.indices.stop])
         ]
 
@@ -411,13 +411,13 @@ class Gradients:
         Returns:
             Whether any gradient was shown.
         """
-        shown, self.unreduced = self.unreduced, []
-        dropped = [index for each in shown if each.take_back() for index in each.indices]
+        exposed, self.unreduced = self.unreduced, []
+        dropped = [index for each in exposed if each.take_back() for index in each.indices]
         if dropped and self.waiting is not None:
             self.waiting.clear(dropped, set_to_none=True)
             if not any(self.waiting.grads_ready):
                 self.waiting = None
-        return bool(shown)
+        return bool(exposed)
 
 
 @dynamo_disabled_here
@@ -435,7 +435,7 @@ def _accept(grads: weakref.ref[Gradients], unsharded_param: torch.Tensor) -> Non
     if grad.requires_grad:
         index = unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
         raise UnsupportedError(
-            f"A gradient of {owner._shown.describe(index)} is itself differentiable (create_graph=True). Second-order "
+            f"A gradient of {owner._slots.describe(index)} is itself differentiable (create_graph=True). Second-order "
             "gradients through sharded parameters are not supported; take them with respect to inputs by "
             "torch.autograd.grad, or leave these modules unwrapped."
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import CollectiveChoice, RankGroup, collectives_for, subgroup_of, unit_names
+from fsdp_flat.comm import CollectiveOverrides, RankGroup, collectives_for, subgroup_of, unit_names
 from fsdp_flat.core.options import UnitOptions
 
 
@@ -32,8 +32,8 @@ class GroupCollectives:
         options: the unit's options with the process groups of the group's mesh.
         unit_id: id of the unit and mesh in messages between ranks, equal on all ranks; 0 if it has none.
         name: the unit's name and the mesh's suffix.
-        exact: collectives of the shard group for state dicts and ``summon_full_params``; None for a single rank.
-        of_steps: those that steps use, by ``choice``.
+        state_collectives: those of the shard group for state dicts and ``summon_full_params``; None for one rank.
+        step_collectives: those that steps use, by ``choice``.
         post_forward: those of ``smaller_group``; None without one.
         issued: the tree's list of collectives over these process groups, which ranks compare.
     """
@@ -42,15 +42,15 @@ class GroupCollectives:
         self.options, self.unit_id, self.name = options, unit_id, name
         self.issued: list[tuple[str, Any]] = []
         self.smaller_group: SmallerGroup | None = None
-        self.use(options, CollectiveChoice())
+        self.use(options, CollectiveOverrides())
 
-    def use(self, options: UnitOptions, choice: CollectiveChoice) -> None:
+    def use(self, options: UnitOptions, choice: CollectiveOverrides) -> None:
         """Use other options (of another device), or another choice, in later steps. No step may be under way."""
         self.options, self.choice = options, choice
         shard, smaller = options.groups.shard, self.smaller_group
         collectives = partial(collectives_for, device=options.device, unit=self.unit_id, name=self.name)
-        self.exact = collectives(shard)
-        self.of_steps = collectives(shard, choice=choice)
+        self.state_collectives = collectives(shard)
+        self.step_collectives = collectives(shard, choice=choice)
         self.post_forward = None if smaller is None else collectives(smaller.rank_group, choice=choice)
 
     def use_smaller_group(self, smaller_group: SmallerGroup | None) -> None:

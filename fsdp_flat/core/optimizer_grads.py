@@ -18,12 +18,12 @@ def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]
 
     ``used`` holds for each parameter whether any rank has used it; unused ones get no gradient.
     """
-    shown = group.shown
-    first = shown.visible_params[0]
+    slots = group.slots
+    first = slots.visible_params[0]
     if first is group.storage.flat_param and any(used):
         shard_grad = apply_hooks(first._backward_hooks or {}, shard_grad)
     hooked, all_used, may_change = [], all(used), False
-    for each, grad in zip(shown.visible, shown.plan.reduced_grads(shown, shard_grad), strict=True):
+    for each, grad in zip(slots.visible, slots.plan.reduced_grads(slots, shard_grad), strict=True):
         if not (all_used or any(used[each.indices.start : each.indices.stop])):
             continue
         param = each.param
@@ -52,7 +52,7 @@ def add_reduced(group: ParamGroup, shard_grad: torch.Tensor, used: Sequence[int]
 def sharded_grad_of(group: ParamGroup) -> torch.Tensor:
     """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
     whole = torch.zeros_like(group.flat_param.data)
-    for each, grad in zip(group.shown.visible, group.shown.visible_grads(), strict=True):
+    for each, grad in zip(group.slots.visible, group.slots.visible_grads(), strict=True):
         if grad is not None:
             each.part_of(whole).copy_(grad)
     return whole
@@ -60,7 +60,7 @@ def sharded_grad_of(group: ParamGroup) -> torch.Tensor:
 
 def have_grads(group: ParamGroup) -> list[bool]:
     """Return for each original parameter whether this rank's local shard has a gradient."""
-    grads = zip(group.shown.visible, group.shown.visible_grads(), strict=True)
+    grads = zip(group.slots.visible, group.slots.visible_grads(), strict=True)
     return [grad is not None for each, grad in grads for _ in each.indices]
 
 
@@ -68,12 +68,12 @@ def show_full_grads(group: ParamGroup, whole: torch.Tensor, there: Sequence[bool
     """Set ``.grad`` of shown full parameters to views of ``whole`` (1-D, ``layout.numel``), if ``there``."""
     for index, (is_there, grad) in enumerate(zip(there, group.layout.views(whole), strict=True)):
         if is_there:
-            group.shown.full_param(index).grad = group.params[index].adapter.from_local(grad)
+            group.slots.full_param(index).grad = group.params[index].adapter.from_local(grad)
 
 
 def restore_sharded_grad(group: ParamGroup, own: torch.Tensor) -> None:
     """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :func:`show_full_grads`."""
-    for each, grad in zip(group.shown.visible, group.shown.visible_grads(), strict=True):
+    for each, grad in zip(group.slots.visible, group.slots.visible_grads(), strict=True):
         if grad is not None:
             grad.copy_(each.part_of(own))
 
@@ -86,7 +86,7 @@ def grads_by_adapter(
     With ``one_by_one`` the gradient of a flat parameter is split into those of the original ones, without padding.
     """
     all_plain = all(entry.adapter is PLAIN for entry in group.params)
-    for each, grad in zip(group.shown.visible, group.shown.visible_grads(), strict=True):
+    for each, grad in zip(group.slots.visible, group.slots.visible_grads(), strict=True):
         if not one_by_one and (len(each.indices) == 1 or all_plain):
             yield each.param, group.params[each.indices.start].adapter, grad
             continue

@@ -75,7 +75,7 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True)
-class Front:
+class Api:
     """Describes how callers meet a kind of unit; a step does not ask.
 
     Attributes:
@@ -90,8 +90,8 @@ class Front:
     stays_on_meta: bool
 
 
-WRAPPER = Front(has_wrapper=True, shares_options=True, stays_on_meta=False)
-IN_PLACE = Front(has_wrapper=False, shares_options=False, stays_on_meta=True)
+WRAPPER = Api(has_wrapper=True, shares_options=True, stays_on_meta=False)
+IN_PLACE = Api(has_wrapper=False, shares_options=False, stays_on_meta=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class UnitOptions:
         device_given: parameters on the CPU move to the device: the caller passed it, or the group moves none there.
         sync_states: action if ranks start from different weights.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
-        front: how callers meet the unit.
+        api: how callers meet the unit.
         per_param: shards each parameter by itself and shows DTensors; None for flat parameters.
         mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
@@ -119,7 +119,7 @@ class UnitOptions:
     sync_states: SyncStates = "warn"
     offload_params: bool = False
     param_init_fn: Callable[[nn.Module], None] | None = None
-    front: Front = WRAPPER
+    api: Api = WRAPPER
     per_param: PerParamSharding | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)

@@ -24,7 +24,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.sizes import size_text
 from fsdp_flat.user_warnings import warn_user
 
-_OWNS_MEMORY = attrgetter("buffer.owns_memory")
+_OWNS_MEMORY = attrgetter("output.owns_memory")
 # In these states an all-gather has nothing to do.
 _IN_USE = (MemoryState.GATHERING, MemoryState.UNSHARDED)
 

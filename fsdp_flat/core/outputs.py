@@ -39,8 +39,8 @@ def without_views(output: Any, inputs: CallInputs | None, param_groups: Iterable
     """
     buffers: list[torch.Tensor] = []
     for param_group in param_groups:
-        if param_group.buffer.owns_memory:
-            buffers += param_group.buffer.tensors
+        if param_group.output.owns_memory:
+            buffers += param_group.output.tensors
     if not buffers:
         return output
 

@@ -39,10 +39,10 @@ class ParamGroup:
         spec: how the group is sharded; its own copy.
         params: the managed parameters, in layout order.
         storage: this rank's shards.
-        shown: what modules and optimizers have of the parameters.
+        slots: what modules and optimizers have of the parameters.
         dtensors: what the slots hold if the parameters are sharded one by one; else None.
         grads: the gradients of the unsharded parameters until they are reduced.
-        buffer: the output of all-gathers to compute in ``compute_dtype``, with the unsharded parameters; a reshard
+        output: the output of all-gathers to compute in ``compute_dtype``, with the unsharded parameters; a reshard
             frees it, unless it is the shard.
         pool: memory pool of the buffers; the units of a tree share one.
         comm: the group's collectives, which its builder sets.
@@ -66,11 +66,11 @@ class ParamGroup:
         self._versions: tuple[int, ...] = ()
         self.pool = MemoryPool()
         self.kept_shards: torch.Tensor | None = None
-        self.buffer = self.storage.output(self.compute_dtype, self.pool)
-        self.shown = Slots(self.params, plan, spec=spec, layout=layout, storage=self.storage, buffer=self.buffer)
-        self.grads = Gradients(self.shown, self.pool)
+        self.output = self.storage.output(self.compute_dtype, self.pool)
+        self.slots = Slots(self.params, plan, spec=spec, layout=layout, storage=self.storage, output=self.output)
+        self.grads = Gradients(self.slots, self.pool)
         self._use_grad_dtypes()
-        self.shown.accept_grads_by(self.grads.accept_hook)
+        self.slots.accept_grads_by(self.grads.accept_hook)
 
     def _stored(self, *, is_tensors: bool) -> tuple[Storage, SlotPlan]:
         """Return where the shards are kept, and what the slots hold while the parameters are sharded."""
@@ -90,7 +90,7 @@ class ParamGroup:
     def rename(self, unit_name: str) -> None:
         """Rename the unit that the group belongs to."""
         self.spec.unit_name = unit_name
-        self.shown.mark_params()
+        self.slots.mark_params()
 
     def use_pool(self, pool: MemoryPool) -> None:
         """Take memory of buffers and gradients from ``pool`` from now on."""
@@ -122,7 +122,7 @@ class ParamGroup:
         flat_param = self.storage.flat_param
         if flat_param is None:
             raise UnsupportedError(
-                f"Parameter {self.shown.describe(0)} is a {type(self.storage.local(0)).__name__}, which has no full "
+                f"Parameter {self.slots.describe(0)} is a {type(self.storage.local(0)).__name__}, which has no full "
                 "plain tensor. Save it by get_model_state_dict of torch.distributed.checkpoint.state_dict, or by "
                 "torch.distributed.checkpoint."
             )
@@ -147,7 +147,7 @@ class ParamGroup:
     @property
     def is_in_a_graph(self) -> bool:
         """Return whether a caller holds an autograd graph that can still produce gradients."""
-        return any(param.requires_grad and is_in_a_graph(param) for param in self.buffer.params)
+        return any(param.requires_grad and is_in_a_graph(param) for param in self.output.params)
 
     # -- dtypes, and the output of the compute dtype -----------------------------------------------------------------
 
@@ -187,29 +187,29 @@ class ParamGroup:
 
     def _switch_output(self) -> None:
         self.grads.collect()  # from the parameters of the present output
-        self.buffer = self.storage.output(self.compute_dtype, self.pool)
+        self.output = self.storage.output(self.compute_dtype, self.pool)
         self._use_grad_dtypes()
-        self.shown.use_buffer(self.buffer)
+        self.slots.use_output(self.output)
 
     # -- the unsharded parameters ------------------------------------------------------------------------------------
 
     def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
         """Drop kept shards after an exception, show the sharded parameters, and free the buffer."""
         self.kept_shards = None
-        if self.shown.shows_unsharded:
-            self.shown.restore(self.shown.diff())
-        if self.buffer.target is not None:
-            self.buffer.target.drop_staging()
+        if self.slots.shows_unsharded:
+            self.slots.restore(self.slots.diff())
+        if self.output.target is not None:
+            self.output.target.drop_staging()
         if frees:
-            self.buffer.free(self.pool)
+            self.output.free(self.pool)
         if shows_unsharded:
-            self.shown.show_sharded()
+            self.slots.show_sharded()
 
     # -- changes of the shard ----------------------------------------------------------------------------------------
 
     def weights_epoch(self) -> int:
         """Return a number that increases when sharded values change, and never falls."""
-        versions = tuple(map(VERSION_OF, self.shown.versioned))
+        versions = tuple(map(VERSION_OF, self.slots.versioned))
         if versions != self._versions:
             self._versions = versions
             self._weights_epoch += 1
@@ -227,31 +227,31 @@ class ParamGroup:
         """Record that the step of an optimizer that holds parameters of this group has ended."""
         self.num_updates += 1
         # Foreach operations change DTensors without raising a version counter; a step without gradients changes none.
-        if self.spec.per_param is not None and any(param.grad is not None for param in self.shown.visible_params):
+        if self.spec.per_param is not None and any(param.grad is not None for param in self.slots.visible_params):
             self._weights_epoch += 1
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the program assigned to sharded parameters or to the flat parameter's data."""
-        changes = self.shown.diff()
+        changes = self.slots.diff()
         if changes.assigned or changes.data:
             self.adopt()
 
     def adopt(self) -> None:
         """Adopt what the program assigned, which the slots have found."""
-        shown, storage, dtensors = self.shown, self.storage, self.dtensors
+        slots, storage, dtensors = self.slots, self.storage, self.dtensors
         is_flat_meta = storage.flat_param is not None and storage.flat_param.is_meta
         if is_flat_meta and dtensors is not None and not self._take_loaded(dtensors):
             return
-        if storage.state() != storage.made_for:
+        if storage.state() != storage.outputs_made_for:
             self.convert(lambda tensor: tensor)
         # A load that began at a plain module, not at a wrapper, and raised has not called hide_names.
-        shown.hide_names()
-        changes = shown.diff()
+        slots.hide_names()
+        changes = slots.diff()
         if not changes.assigned and not changes.data:
             return
-        if shown.plan.adopt(shown, changes):
+        if slots.plan.adopt(slots, changes):
             self._weights_epoch += 1
-        if storage.state() != storage.made_for:
+        if storage.state() != storage.outputs_made_for:
             self._rebuild()
 
     def _take_loaded(self, dtensors: DTensorPlan) -> bool:
@@ -286,7 +286,7 @@ class ParamGroup:
         move_constants([entry.param for entry in self.params], spec.device)
         self.storage.outputs.clear()
         self._switch_output()
-        self.shown.bind_shard(rebuilt=True)
+        self.slots.bind_shard(rebuilt=True)
 
     def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """Return whether ``fn`` changes the dtype or device of tensors."""
@@ -302,10 +302,10 @@ def begin_all_gathers(
     All groups of DTensors with one compute dtype share an all-gather; each flat parameter has one of its own.
     """
     comm = param_groups[0].comm
-    collectives = comm.of_steps if param_groups[0].kept_shards is None else comm.post_forward
+    collectives = comm.step_collectives if param_groups[0].kept_shards is None else comm.post_forward
     inputs = list[tuple[torch.Tensor, GatherTarget | None]]()
     for param_group in param_groups:
-        kept, output = param_group.kept_shards, param_group.buffer
+        kept, output = param_group.kept_shards, param_group.output
         dtensors = param_group.dtensors
         if kept is not None:
             param_group.kept_shards = None

@@ -44,7 +44,7 @@ class Reduction:
         self._streams = streams
         self._policy = policy
         comm = param_group.comm
-        groups, collectives = comm.options.groups, comm.of_steps
+        groups, collectives = comm.options.groups, comm.step_collectives
         self._replicate = groups.replicate
         self.needs_all_reduce = policy.all_reduce and self._replicate.size > 1
         self.is_partial = not policy.all_reduce and self._replicate.size > 1

@@ -49,13 +49,13 @@ class FlatPlan(SlotPlan):
 
     def entries(self, slots: Slots, params: Sequence[ManagedParam]) -> list[ManagedParam]:
         warn_of_lost_hooks(params, slots.spec.unit_name)
-        return [entry.replaced_by(own) for entry, own in zip(params, slots.buffer.params, strict=True)]
+        return [entry.replaced_by(own) for entry, own in zip(params, slots.output.params, strict=True)]
 
     def visible(self, slots: Slots) -> Sequence[VisibleParam]:
         return [VisibleParam(self._flat_param, range(len(slots.params)))]
 
     def bindings(self, slots: Slots) -> Bindings:
-        unsharded_params, flat_param, sites = slots.buffer.params, self._flat_param, slots.sites
+        unsharded_params, flat_param, sites = slots.output.params, self._flat_param, slots.sites
         placeholders: Sequence[torch.Tensor] = unsharded_params
         if slots.layout.world_size > 1:
             placeholders = [

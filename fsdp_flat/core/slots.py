@@ -127,7 +127,7 @@ def registered_bindings(slots: Slots) -> Bindings:
     return Bindings(
         [_parameters_of(site.module) for _, site in slots.sites],
         [site.name for _, site in slots.sites],
-        [slots.buffer.params[index] for index, _ in slots.sites],
+        [slots.output.params[index] for index, _ in slots.sites],
         [slots.params[index].param for index, _ in slots.sites],
     )
 
@@ -189,7 +189,7 @@ class Slots:
         flat_param: the shards as one parameter; None if they have no common memory.
         params: the managed parameters, in layout order; the group has the same list.
         sites: the places of the parameters in modules, each with the index of its parameter.
-        buffer: the group's buffer for the present compute dtype, with the unsharded parameters.
+        output: the output of all-gathers to compute in the present dtype, with the unsharded parameters.
         visible: the parameters that an optimizer holds, with their places in the shard.
         visible_params: these parameters.
         versioned: tensors whose version counters rise with each change of this rank's values.
@@ -211,9 +211,9 @@ class Slots:
         spec: ParamGroupSpec,
         layout: Layout,
         storage: Storage,
-        buffer: AllGatherOutput,
+        output: AllGatherOutput,
     ) -> None:
-        self.plan, self.spec, self.layout, self.storage, self.buffer = plan, spec, layout, storage, buffer
+        self.plan, self.spec, self.layout, self.storage, self.output = plan, spec, layout, storage, output
         self.flat_param = storage.flat_param
         self._shards = () if self.flat_param is None else (self.flat_param,)
         # Of the user's original parameters, whose gradient hooks count.
@@ -259,13 +259,13 @@ class Slots:
         self._bindings = self.plan.bindings(self)
         self.show_sharded()
 
-    def use_buffer(self, buffer: AllGatherOutput) -> None:
-        """Show the unsharded parameters of ``buffer`` in compute from now on, and the sharded ones now."""
-        self.buffer = buffer
+    def use_output(self, output: AllGatherOutput) -> None:
+        """Show the unsharded parameters of ``output`` in compute from now on, and the sharded ones now."""
+        self.output = output
         self._bindings = self.plan.bindings(self)
         self.show_sharded()
         # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced_requires_grad = [param.requires_grad for param in buffer.params]
+        self._synced_requires_grad = [param.requires_grad for param in output.params]
         self._sync_requires_grad()
 
     def accept_grads_by(self, hook: Callable[[torch.Tensor], None]) -> None:
@@ -376,19 +376,19 @@ class Slots:
     def diff(self) -> Changes:
         """Return what the program did to the parameters since the slots were filled."""
         attributes, names, unsharded, sharded, registered = self._bindings
-        shown, buffer, synced = unsharded if self.shows_unsharded else sharded, self.buffer, self._synced_requires_grad
+        held, output, synced = unsharded if self.shows_unsharded else sharded, self.output, self._synced_requires_grad
         flags = list(map(_REQUIRES_GRAD, self.visible_params))
-        is_flagged = list(map(_REQUIRES_GRAD, buffer.params)) != synced or (
+        is_flagged = list(map(_REQUIRES_GRAD, output.params)) != synced or (
             flags != synced and flags * len(synced) != synced  # one flag may be that of all parameters
         )
         try:
-            is_assigned = not all(map(is_, map(getitem, attributes, names), shown))
+            is_assigned = not all(map(is_, map(getitem, attributes, names), held))
         except KeyError:  # a parameter was deleted, or the flat one is not shown
             is_assigned = True
         # A Parameter that the user assigns goes to ``_parameters``, any other value to the module's ``__dict__``.
         is_assigned = is_assigned or any(map(contains, registered, names))
         if self.shows_unsharded:
-            is_moved = bool(buffer.plain) and not all(map(partial(is_alias, buffer.tensors[0]), buffer.plain))
+            is_moved = bool(output.plain) and not all(map(partial(is_alias, output.tensors[0]), output.plain))
         else:
             local_tensors = self.plan.local_tensors(self.visible_params)
             is_moved = self._places != tuple(map(self.storage.place_of, (*local_tensors, *self._shards)))
@@ -409,7 +409,7 @@ class Slots:
     def moved(self) -> Sequence[int]:
         """Return the parameters that have other ``.data``, or another local tensor; all if the shard has moved."""
         if self.shows_unsharded:
-            flat, params = self.buffer.tensors[0], enumerate(zip(self.params, self.buffer.params, strict=True))
+            flat, params = self.output.tensors[0], enumerate(zip(self.params, self.output.params, strict=True))
             return [index for index, (entry, own) in params if entry.adapter is PLAIN and not is_alias(own, flat)]
         place_of, local_tensors = self.storage.place_of, self.plan.local_tensors(self.visible_params)
         shard = self.flat_param
@@ -422,14 +422,14 @@ class Slots:
         """Undo what a module's forward did to unsharded parameters; return the indices of those with other values."""
         # torch.func.functional_call puts back the Parameter that it found by an assignment, which registers it.
         for (index, site), registered in zip(self.sites, self._bindings.registered, strict=False):
-            if registered.get(site.name) is self.buffer.params[index]:
+            if registered.get(site.name) is self.output.params[index]:
                 site.module.__dict__[site.name] = registered.pop(site.name)
         other: list[int] = []
-        views = self.layout.views(self.buffer.tensors[0]) if changes.data else []
+        views = self.layout.views(self.output.tensors[0]) if changes.data else []
         for index in changes.data:
-            param, place = self.buffer.params[index], views[index]
+            param, place = self.output.params[index], views[index]
             # A module may cast its parameter for good, as a 4-bit layer its bias: the next one is cast again.
-            if self.buffer.nbytes and not _have_same_bits(param.detach(), place.to(param.dtype)):
+            if self.output.nbytes and not _have_same_bits(param.detach(), place.to(param.dtype)):
                 other.append(index)
             param.data = place
         return other
@@ -441,11 +441,11 @@ class Slots:
         example) that it assigns to ``.data``, if it then restores the weights. Changes in place of ``.data`` are not
         noticed.
         """
-        filled, versions = self.buffer.versions_when_filled, tuple(map(VERSION_OF, self.buffer.params))
+        filled, versions = self.output.versions_when_filled, tuple(map(VERSION_OF, self.output.params))
         shard = self.flat_param
         if shard is not None and filled is not None and filled != versions and not other:
             with torch.no_grad():
-                own = self.layout.shard_of(self.spec.rank, self.buffer.tensors[0])
+                own = self.layout.shard_of(self.spec.rank, self.output.tensors[0])
                 if not _have_same_bits(own, shard.data.to(own.device, own.dtype)):
                     other = [index for index, version in enumerate(versions) if version != filled[index]]
         if other:
@@ -465,7 +465,7 @@ class Slots:
 
     def _sync_requires_grad(self) -> None:
         """Adopt the ``requires_grad`` that the user set, and hook unsharded parameters for their gradients."""
-        unsharded_params, before = self.buffer.params, self._synced_requires_grad
+        unsharded_params, before = self.output.params, self._synced_requires_grad
         for entry, param, was in zip(self.params, unsharded_params, before, strict=True):
             if param.requires_grad != was:
                 entry.param.requires_grad_(not was)  # the flag of a flat parameter counts, which is no entry's
@@ -482,7 +482,7 @@ class Slots:
 
     def _run_grad_hooks(self) -> None:
         """Have the unsharded parameters, which are in the graph, run the gradient hooks of the user's parameters."""
-        for index, unsharded_param in enumerate(self.buffer.params):
+        for index, unsharded_param in enumerate(self.output.params):
             is_hooked = "_fsdp_flat_hooked" in unsharded_param.__dict__
             if not is_hooked and unsharded_param.requires_grad and self._grad_hooks_of(index):
                 unsharded_param._fsdp_flat_hooked = True  # type: ignore[attr-defined]
@@ -491,7 +491,7 @@ class Slots:
     def _grad_hooks_of(self, index: int) -> Mapping[int, Callable[..., Any]] | None:
         """Return the user's hooks for the gradient of a parameter, but for those that autograd runs by itself."""
         param = self.params[index].param
-        own = None if param is self.buffer.params[index] else param._backward_hooks
+        own = None if param is self.output.params[index] else param._backward_hooks
         return own or self._original_hooks[index]
 
     def through_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
@@ -500,7 +500,7 @@ class Slots:
         Raises:
             UsageError: a hook changes the gradient's shape.
         """
-        param, unsharded_param, hooks = self.params[index].param, self.buffer.params[index], self._grad_hooks_of(index)
+        param, unsharded_param, hooks = self.params[index].param, self.output.params[index], self._grad_hooks_of(index)
         if self.plan.hooks_see_grads and self.layout.world_size == 1:
             # They see the gradient of this backward so far, and may change it, as in the plain module.
             before = param.grad
@@ -535,7 +535,7 @@ class Slots:
     def optimizer_param_of(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a map from unsharded parameters to the parameters that an optimizer holds, one for each."""
         own = [each for each in self.visible if each.param is not self.flat_param]
-        return {self.buffer.params[index]: each.param for each in own for index in each.indices}
+        return {self.output.params[index]: each.param for each in own for index in each.indices}
 
     # -- texts of errors ---------------------------------------------------------------------------------------------
 
@@ -545,7 +545,7 @@ class Slots:
 
     def describe_with_shape(self, index: int) -> str:
         """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
-        shape = tuple(self.buffer.params[index].shape)
+        shape = tuple(self.output.params[index].shape)
         return f"{self.layout.param_infos[index].fqn!r} {shape} of unit {self.spec.unit_name!r}"
 
     def _name_in(self, module: nn.Module) -> str:

@@ -371,10 +371,10 @@ class Step:
             unit.post_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for param_group in unit.param_groups:
-                    if param_group.shown.num_trainable:
+                    if param_group.slots.num_trainable:
                         self.reductions.note_used(param_group)
                 for param_group in unit.param_groups:
-                    if param_group.shown.num_trainable:
+                    if param_group.slots.num_trainable:
                         self.reductions.begin(unit, param_group)
 
     @dynamo_disabled
@@ -472,7 +472,7 @@ def read_exchanges_on(mesh: DeviceMesh) -> None:
 
 def _meshes_of(step: Step) -> list[DeviceMesh]:
     shown = [
-        param for unit in step.units for param_group in unit.param_groups for param in param_group.shown.visible_params
+        param for unit in step.units for param_group in unit.param_groups for param in param_group.slots.visible_params
     ]
     return list(dict.fromkeys(param.device_mesh for param in shown if isinstance(param, DTensor)))
 

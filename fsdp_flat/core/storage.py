@@ -38,7 +38,7 @@ class Storage(ABC):
         place_of: identifies the memory of a shard, equal for tensors that begin at one place.
         calls_extensions: all-gathers call the extensions of local tensors.
         outputs: the outputs of all-gathers so far, by the dtype of compute.
-        made_for: what :meth:`state` was when they were made.
+        outputs_made_for: what :meth:`state` was when they were made.
     """
 
     flat_param: nn.Parameter | None = None
@@ -48,12 +48,12 @@ class Storage(ABC):
     def __init__(self, params: list[ManagedParam], layout: Layout, spec: ParamGroupSpec) -> None:
         self._params, self._layout, self._spec = params, layout, spec
         self.outputs: dict[torch.dtype, AllGatherOutput] = {}
-        self.made_for: Any = None
+        self.outputs_made_for: Any = None
 
     def output(self, dtype: torch.dtype, pool: MemoryPool) -> AllGatherOutput:
         """Return the output of all-gathers to compute in ``dtype``; it is made on first use, and freed."""
         if dtype not in self.outputs:
-            self.made_for = self.state()
+            self.outputs_made_for = self.state()
             self.outputs[dtype] = self._new_output(dtype)
             self.outputs[dtype].free(pool)
         return self.outputs[dtype]
@@ -64,7 +64,7 @@ class Storage(ABC):
 
     @abstractmethod
     def state(self) -> tuple[Any, ...]:
-        """Return dtype and device of the shards, and their place if outputs depend on it, for ``made_for``."""
+        """Return dtype and device of the shards, and their place if outputs depend on it, for ``outputs_made_for``."""
 
     @abstractmethod
     def empty(self) -> torch.Tensor:
@@ -141,7 +141,7 @@ class FlatStorage(Storage):
         copied, is_pinned = self.flat_param.data.clone(), self.flat_param.data.is_pinned()
         self.flat_param.data = copied.pin_memory() if is_pinned else copied
         if all(output.owns_memory for output in self.outputs.values()):
-            self.made_for = self.state()
+            self.outputs_made_for = self.state()
 
     def empty(self) -> torch.Tensor:
         return self.flat_param.data.new_empty(0)
@@ -183,7 +183,7 @@ class FlatStorage(Storage):
         if grad is not None:
             set_grad(flat_param, fn(grad))
         self.place_of = place_function(converted)
-        return self.state() != self.made_for
+        return self.state() != self.outputs_made_for
 
     def take(self, index: int, assigned: torch.Tensor) -> torch.Tensor:
         (local,) = self._views([index])

@@ -81,7 +81,7 @@ class Unit:
         self.control = UnitControl.of(self.options.strategy)
         self.policy = ReductionPolicy()
         self.holds_graph = False
-        self.needs_all_gather = any(param_group.comm.exact is not None for param_group in self.param_groups)
+        self.needs_all_gather = any(param_group.comm.state_collectives is not None for param_group in self.param_groups)
         # Groups of one mesh are all-gathered together.
         self._gathered_together = [param_groups for _, param_groups in self.by_mesh() if param_groups]
         self.state = _SHARDED
@@ -159,12 +159,12 @@ class Unit:
     @property
     def buffer_nbytes(self) -> int:
         """Number of bytes of the unsharded parameters on this rank; 0 if the shards are the buffers."""
-        return sum(param_group.buffer.full_nbytes for param_group in self.param_groups)
+        return sum(param_group.output.full_nbytes for param_group in self.param_groups)
 
     @property
     def is_trainable(self) -> bool:
         """True if any parameter requires a gradient."""
-        return any(param_group.shown.num_trainable for param_group in self.param_groups)
+        return any(param_group.slots.num_trainable for param_group in self.param_groups)
 
     @property
     def reduces_gradients(self) -> bool:
@@ -204,7 +204,7 @@ class Unit:
         """
         if self.state in _READ_AGAIN:
             for param_group in self.param_groups:
-                changes = param_group.shown.diff()
+                changes = param_group.slots.diff()
                 if changes.assigned or changes.data:
                     param_group.adopt()
         elif self.state is not _UNSHARDED:
@@ -252,7 +252,7 @@ class Unit:
         self.gathered_version = now  # that of a backward, whose weights may have changed, is for :meth:`pre_backward`
         self._move(MemoryEvent.REUSE)
         for param_group in self.param_groups:
-            param_group.shown.show_unsharded()
+            param_group.slots.show_unsharded()
         return True
 
     def wait(self) -> None:
@@ -271,9 +271,9 @@ class Unit:
             self._pending_all_gathers = []
             streams.wait_for_all_gathers()
             for param_group in self.param_groups:
-                if param_group.buffer.arrived():
-                    param_group.shown.use_buffer(param_group.buffer)
-                param_group.shown.show_unsharded()
+                if param_group.output.arrived():
+                    param_group.slots.use_output(param_group.output)
+                param_group.slots.show_unsharded()
             self._move(MemoryEvent.WAIT)
 
     def unshard(self) -> None:
@@ -282,7 +282,7 @@ class Unit:
             for guard in EVENTS.before_reuse:
                 guard(self)
             for param_group in self.param_groups:
-                param_group.shown.show_unsharded()  # the user may have set ``requires_grad``
+                param_group.slots.show_unsharded()  # the user may have set ``requires_grad``
         if (
             (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather
@@ -318,19 +318,19 @@ class Unit:
         return {
             param: own
             for param_group in self.param_groups
-            for param, own in param_group.shown.optimizer_param_of().items()
+            for param, own in param_group.slots.optimizer_param_of().items()
         }
 
     def show_names(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put ``tensors`` in the place of the modules' parameters, in their order, until :meth:`hide_names`."""
         remaining = iter(tensors)
         for param_group in self.param_groups:
-            param_group.shown.show_names([next(remaining) for _ in param_group.layout.param_infos])
+            param_group.slots.show_names([next(remaining) for _ in param_group.layout.param_infos])
 
     def hide_names(self) -> None:
         """Undo :meth:`show_names`, if it was called: the modules hold their parameters again."""
         for param_group in self.param_groups:
-            param_group.shown.hide_names()
+            param_group.slots.hide_names()
 
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
@@ -351,7 +351,7 @@ class Unit:
         self.wait()
         if self.state is _UNSHARDED:
             for param_group in self.param_groups:
-                param_group.shown.show_sharded()
+                param_group.slots.show_sharded()
         is_freed = self.state is MemoryState.SHARDED_POST_FORWARD
         self._move(MemoryEvent.FREE)
         if not is_freed:
@@ -364,7 +364,7 @@ class Unit:
         self.wait()
         if self.state is _UNSHARDED:
             for param_group in self.param_groups:
-                param_group.shown.show_sharded()
+                param_group.slots.show_sharded()
             self._move(event)
 
     def free_retained(self, last_use: Any = None) -> None:
@@ -378,7 +378,7 @@ class Unit:
         for param_group in self.param_groups:
             if param_group.comm.smaller_group is not None:
                 with unrecorded():
-                    param_group.kept_shards = param_group.buffer.keep(param_group.comm.smaller_group.ranks)
+                    param_group.kept_shards = param_group.output.keep(param_group.comm.smaller_group.ranks)
                 event, last_use = MemoryEvent.SHARD_POST_FORWARD, None
         self._move(event)
         self._free_buffers(last_use)
@@ -390,7 +390,7 @@ class Unit:
             torch.clear_autocast_cache()
         if not self.control.keeps_unsharded_storage:
             for param_group in self.param_groups:
-                param_group.buffer.free(param_group.pool)
+                param_group.output.free(param_group.pool)
         self.step.streams.buffers_freed(last_use)
 
     def leave(self) -> None:
@@ -426,9 +426,9 @@ class Unit:
         for param_group in self.param_groups:
             if self.state is _UNSHARDED:
                 # Activation checkpointing may stop a recomputation before modules restore ``.data`` that they assigned.
-                changes = param_group.shown.diff()
+                changes = param_group.slots.diff()
                 if changes.assigned or changes.data:
-                    param_group.shown.restore(changes)
+                    param_group.slots.restore(changes)
             param_group.grads.collect()
         self.phase = Phase.IDLE if self.depth == 0 else Phase.FORWARD
         self.holds_graph = keeps_graph
@@ -455,7 +455,7 @@ class Unit:
     def clear_hidden_gradients(self, among: Container[torch.Tensor] | None = None, *, set_to_none: bool) -> None:
         """Drop such gradients, or fill them with zeros, of the optimizer's parameters ``among``, by default of all."""
         for param_group in self.param_groups if self.has_hidden_gradients else ():
-            chosen = [each for each in param_group.shown.visible if among is None or each.param in among]
+            chosen = [each for each in param_group.slots.visible if among is None or each.param in among]
             if not chosen:
                 continue  # those of another optimizer, perhaps of a model whose last step failed
             # Reductions first: one that ends may leave a partial gradient with the group.
@@ -470,7 +470,7 @@ class Unit:
         pendings, self._pending_all_gathers = self._pending_all_gathers, []
         unsettled = [pending for pending in pendings if not settled(pending)]
         # An all-gather in place goes on to write to the buffer, and to send from it.
-        memory = [param_group.buffer.take_memory() for param_group in self.param_groups] if unsettled else []
+        memory = [param_group.output.take_memory() for param_group in self.param_groups] if unsettled else []
         for pending in unsettled:
             keep(pending, *memory)
         frees = not self.control.keeps_unsharded_storage and not (unsettled and swap_memory is None)
@@ -495,7 +495,7 @@ def units_holding(params: Iterable[torch.Tensor]) -> list[Unit]:
     return [
         unit
         for unit in list(_UNITS)
-        if any(not held.isdisjoint(param_group.shown.visible_params) for param_group in unit.param_groups)
+        if any(not held.isdisjoint(param_group.slots.visible_params) for param_group in unit.param_groups)
     ]
 
 

@@ -176,14 +176,14 @@ def _described(
     name: str, options: UnitOptions, param_groups: Sequence[ParamGroup], reshard_after_forward: bool | None
 ) -> UnitDescription:
     """Describe the parameter groups of a unit that are on one mesh."""
-    trainable = [group for group in param_groups if group.shown.num_trainable]
-    gathered = [group for group in param_groups if group.buffer.owns_memory]
+    trainable = [group for group in param_groups if group.slots.num_trainable]
+    gathered = [group for group in param_groups if group.output.owns_memory]
     grad_nbytes = 0
     trainable_numel = 0
     for group in trainable:
         dtype = group.grads.reduce_dtype if group.spec.keep_reduce_dtype else group.orig_dtype
         grad_nbytes += group.layout.shard_numel * dtype.itemsize
-        flags = group.shown.requires_grad()
+        flags = group.slots.requires_grad()
         trainable_numel += sum(info.numel for info, flag in zip(group.layout.param_infos, flags, strict=True) if flag)
     return UnitDescription(
         name=name,
@@ -194,9 +194,9 @@ def _described(
         trainable_numel=trainable_numel,
         shard_nbytes=sum(group.storage.nbytes for group in param_groups),
         grad_nbytes=grad_nbytes,
-        gathered_nbytes=sum(group.buffer.gathered_nbytes() for group in gathered),
+        gathered_nbytes=sum(group.output.gathered_nbytes() for group in gathered),
         whole_grad_nbytes=sum(group.layout.numel * group.grads.dtype.itemsize for group in trainable),
-        is_gathered=any(group.buffer.nbytes for group in gathered),
+        is_gathered=any(group.output.nbytes for group in gathered),
         reshard_after_forward=reshard_after_forward,
         budget_nbytes=options.strategy.budget_nbytes or 0,
     )

@@ -22,7 +22,7 @@ class AssignedParameters(Guard):
     def before_reuse(self, unit: Unit) -> None:
         """Raise a PhaseError if a parameter was assigned while the unsharded parameters were in memory."""
         for param_group in unit.param_groups:
-            slots = param_group.shown
+            slots = param_group.slots
             changes = slots.diff()
             for index in (*changes.assigned, *changes.data):
                 when = _UNSHARDED if slots.shows_unsharded else _KEPT_UNSHARDED

@@ -11,4 +11,4 @@ class ChangedParameters(Guard):
     def after_compute(self, forward: UnitForward) -> None:
         """Raise a UsageError if the computation has changed parameters."""
         for param_group in forward.unit.param_groups:
-            param_group.shown.check_unchanged(forward.changed.get(param_group, ()))
+            param_group.slots.check_unchanged(forward.changed.get(param_group, ()))

@@ -15,7 +15,7 @@ class LowPrecisionWeights(OnceATree):
         if not self.is_first(step):
             return
         param_groups = [param_group for unit in step.units for param_group in unit.param_groups]
-        short = next((each for each in param_groups if each.shown.num_trainable and each.orig_dtype.itemsize < 4), None)
+        short = next((each for each in param_groups if each.slots.num_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
             warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "

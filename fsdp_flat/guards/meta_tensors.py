@@ -26,7 +26,7 @@ class MetaTensors(OnceATree):
             return
         # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing
         # reads a parameter.
-        left = _unwritten([unit for unit in step.units if unit.options.front.stays_on_meta], params=True)
+        left = _unwritten([unit for unit in step.units if unit.options.api.stays_on_meta], params=True)
         if left:
             warn_user(
                 f"{counted(len(left), 'parameters')} left the meta device by to_empty, never written and so NaN: "
@@ -34,7 +34,7 @@ class MetaTensors(OnceATree):
                 "state dict, between to_empty and the first forward."
             )
         moved = [each for each in step.units if unit_record(each).unwritten is not None]
-        left_meta = [each for each in moved if not each.options.front.stays_on_meta]
+        left_meta = [each for each in moved if not each.options.api.stays_on_meta]
         if left_meta:
             shard_groups = dict.fromkeys(unit.options.groups.shard for unit in (step.root, *left_meta))
             agree((), _unwritten_error(left_meta), list(shard_groups), _WRITTEN)

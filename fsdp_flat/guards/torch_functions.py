@@ -226,7 +226,7 @@ def _suits_torch(params: list[torch.Tensor], units: list[Unit]) -> bool:
 def _is_on_one_rank(param: torch.Tensor, unit: Unit) -> bool:
     """Return whether one rank has all elements of a unit's parameter, which the layout shows on every rank."""
     for param_group in unit.param_groups:
-        for each in param_group.shown.visible:
+        for each in param_group.slots.visible:
             if each.param is param and len(each.indices) == 1:
                 index, ranks = each.indices.start, range(param_group.layout.world_size)
                 is_plain = not param_group.params[index].adapter.groups
@@ -404,11 +404,11 @@ _WHERE_GRADS_ARE = (
 def _unsharded_params_of(given: list[Any]) -> dict[torch.Tensor, list[nn.Parameter]]:
     """Return for each parameter that a unit manages the leaves of the graph that stand for it."""
     return {
-        visible.param: [param_group.buffer.params[index] for index in visible.indices]
+        visible.param: [param_group.output.params[index] for index in visible.indices]
         for unit in units_holding(each for each in given if isinstance(each, torch.Tensor))
         if unit_record(unit).full is None  # else modules compute with the parameters that an optimizer holds
         for param_group in unit.param_groups
-        for visible in param_group.shown.visible
+        for visible in param_group.slots.visible
     }
 
 
@@ -462,7 +462,7 @@ def _check_ddp(module: nn.Module, given: Mapping[str, Any]) -> list[nn.Parameter
         sharded = [each for each in _groups_of(unit) if each.group is not None]
         mixes = any(len(ranks.intersection(dist.get_process_group_ranks(each.group))) > 1 for each in sharded)
         held = [
-            param for param_group in unit.param_groups for param in param_group.shown.visible_params if param in names
+            param for param_group in unit.param_groups for param in param_group.slots.visible_params if param in names
         ]
         trained = [param for param in held if param.requires_grad]
         if sharded and ((given["init_sync"] and mixes) or (trained and not reduces)):
@@ -577,7 +577,7 @@ def _refusing_ours(kind: Any, name: str, method: Callable[..., Any]) -> staticme
     def call(*args: Any, **kwargs: Any) -> Any:
         for model in (*args, *kwargs.values()):
             if isinstance(model, nn.Module):
-                ours = [unit for unit in units_of(model) if unit.options.front.has_wrapper]
+                ours = [unit for unit in units_of(model) if unit.options.api.has_wrapper]
                 if ours and not any(isinstance(module, kind) for module in model.modules()):
                     raise UsageError(
                         f"torch's FullyShardedDataParallel.{name} was called on a {type(model).__name__} that "

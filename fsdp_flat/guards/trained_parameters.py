@@ -23,7 +23,7 @@ class TrainedParameters(OnceATree):
             param_group.comm.options.groups
             for unit in step.units
             for param_group in unit.param_groups
-            if param_group.comm.exact is not None
+            if param_group.comm.state_collectives is not None
         )
         for groups in sharded:
             agree(trained_lines(step.units, [groups]), None, [groups.shard], TRAINED)

@@ -89,7 +89,7 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
         names = [name for name, param in left.items() if _is_unsynchronized(param) and param not in ignored]
         if names:
             kind = type(outer).__name__
-            call = "FullyShardedDataParallel" if options.front.has_wrapper else "fully_shard"
+            call = "FullyShardedDataParallel" if options.api.has_wrapper else "fully_shard"
             warn_user(
                 f"Gradients of {counted(len(names), 'parameters')} of {kind} are each rank's own, since {kind} itself "
                 f"is no unit, only modules inside it are: {some_of(list(map(repr, names)), 8)}. Ranks drift apart "
@@ -97,7 +97,7 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
                 "Ignore this if something else averages these gradients, or if they are each rank's own on purpose."
             )
     mesh, num_ranks = options.groups.mesh, options.groups.num_ranks
-    if not options.front.has_wrapper or mesh is None or mesh.size() <= num_ranks:
+    if not options.api.has_wrapper or mesh is None or mesh.size() <= num_ranks:
         return
     param_groups = [param_group for unit in units for param_group in unit.param_groups]
     # Ranks of tensor parallelism on other dims of the mesh have gradients of the same loss.
@@ -105,10 +105,10 @@ def warn_of_unsynchronized(units: Sequence[Unit]) -> None:
         trained = [
             param_group
             for param_group in param_groups
-            if any(map(_is_unsynchronized, param_group.shown.visible_params))
+            if any(map(_is_unsynchronized, param_group.slots.visible_params))
         ]
         names = [
-            param_group.shown.describe(index) for param_group in trained for index in range(len(param_group.params))
+            param_group.slots.describe(index) for param_group in trained for index in range(len(param_group.params))
         ]
         if names:
             warn_user(
@@ -126,9 +126,9 @@ def _fingerprint(tensor: torch.Tensor) -> int:
     return fingerprint(tensor.detach().to_dense())
 
 
-def _differing(prints: Mapping[str, int], rank_groups: Iterable[RankGroup]) -> set[str]:
+def _differing(fingerprints: Mapping[str, int], rank_groups: Iterable[RankGroup]) -> set[str]:
     """Return names whose fingerprints differ between ranks that have them. Every rank of the groups must call this."""
-    found = {name: [prints[name]] for name in sorted(prints)}
+    found = {name: [fingerprints[name]] for name in sorted(fingerprints)}
     for rank_group in rank_groups:
         # Fingerprints found over one group are exchanged over the next.
         for payload in exchange_if_different(json.dumps(found, sort_keys=True).encode(), rank_group) or ():
@@ -169,7 +169,7 @@ class ReplicatedTensors:
     purpose, as ``average_ignored_gradients(False)`` says, are compared only with ``every``.
 
     Attributes:
-        prints: a hash of each tensor on this rank, by name.
+        fingerprints: a hash of each tensor on this rank, by name.
     """
 
     def __init__(self, module: nn.Module, *, every: bool = False) -> None:
@@ -183,7 +183,7 @@ class ReplicatedTensors:
             other = _OUTSIDE if unit_of(module) is None else _ADDED
             self._kinds = {name: _IGNORED if param in ignored else other for name, param in params.items()}
         self._tensors = {**params, **persistent_buffers(module)}
-        self.prints = {name: _fingerprint(tensor) for name, tensor in self._tensors.items()}
+        self.fingerprints = {name: _fingerprint(tensor) for name, tensor in self._tensors.items()}
         self._named: list[str] = []
 
     @property
@@ -198,9 +198,9 @@ class ReplicatedTensors:
     def compare(self, rank_groups: Sequence[RankGroup], *, are_equal: bool = False) -> list[str]:
         """Return the names of those that differ, the same on all ranks. Every rank of the groups must call this.
 
-        Nothing is exchanged if :attr:`prints` ``are_equal``, as ranks know that have compared them with other things.
+        Nothing is exchanged if :attr:`fingerprints` ``are_equal``, as ranks that have compared them know.
         """
-        differing = set() if are_equal else _differing(self.prints, rank_groups)
+        differing = set() if are_equal else _differing(self.fingerprints, rank_groups)
         for name, tensor in self._tensors.items() if all(each.rank == 0 for each in rank_groups) else ():
             before = _WERE_EQUAL.get(tensor)
             # Ignored parameters that differ when they are first compared do so on purpose, as experts do.

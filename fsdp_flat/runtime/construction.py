@@ -245,7 +245,7 @@ def _agreed_plan(
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
         unit = unit_of(module)
-        if unit is not None and not unit.options.front.has_wrapper:
+        if unit is not None and not unit.options.api.has_wrapper:
             raise OptionError(
                 f"{type(module).__name__} is sharded by fully_shard already. Use it as it is, or take it apart with "
                 "fsdp_flat.unwrap(model) first."

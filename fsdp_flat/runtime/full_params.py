@@ -54,7 +54,7 @@ def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> lis
 
 
 def _begin_gather(param_group: ParamGroup, shard: torch.Tensor) -> Pending:
-    collectives = param_group.comm.exact
+    collectives = param_group.comm.state_collectives
     if collectives is None:
         return Pending((), shard)
     whole = shard.new_empty(param_group.layout.numel, device=param_group.spec.device)
@@ -87,14 +87,14 @@ def full_params(
     try:
         if show and not was_shown:
             for param_group, tensor in tensors.items():
-                param_group.shown.show_full_params(param_group.layout.views(tensor))
+                param_group.slots.show_full_params(param_group.layout.views(tensor))
         yield tensors
     finally:
         record.full = outer
         for param_group in () if was_shown else unit.param_groups:
-            param_group.shown.hide_full_params()
+            param_group.slots.hide_full_params()
             if outer is None and unit.is_unsharded:
-                param_group.shown.show_unsharded()
+                param_group.slots.show_unsharded()
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _written_back(unit: Unit, whole: dict[ParamGroup, torch.Tensor]) -> Iterator
             # Every rank checks every shape, so that all raise and none waits for the others.
             for param_group in whole:
                 for index, param_info in enumerate(param_group.layout.param_infos):
-                    shape = tuple(param_group.shown.full_local(index).shape)
+                    shape = tuple(param_group.slots.full_local(index).shape)
                     if shape != param_info.shape:
                         raise UsageError(
                             f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of "
@@ -188,7 +188,7 @@ def _written_back(unit: Unit, whole: dict[ParamGroup, torch.Tensor]) -> Iterator
                     param_group.raise_weights_epoch()
                 for index in [local_shard.index for local_shard in param_group.layout.local_shards(rank)]:
                     target = param_group.local(index)
-                    source = param_group.layout.local_part(index, rank, param_group.shown.full_local(index).detach())
+                    source = param_group.layout.local_part(index, rank, param_group.slots.full_local(index).detach())
                     if place_of(source) != place_of(target):
                         target.copy_(source)
 

@@ -118,7 +118,7 @@ def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOption
         for tensor in _own_tensors(module, ignored):
             if tensor.device.type == "cpu":
                 on_cpu.append(tensor)
-            elif not (options.front.stays_on_meta and tensor.is_meta):
+            elif not (options.api.stays_on_meta and tensor.is_meta):
                 elsewhere.setdefault(tensor.device, name)
     if len(elsewhere) > 1:
         raise UsageError(

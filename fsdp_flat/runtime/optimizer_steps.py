@@ -44,7 +44,7 @@ class _Steps:
             if any(map(self._is_of_unit, params)):
                 _tell_guards(optimizer)
             held = set(params)
-            stepped = [group for group in self.groups if not held.isdisjoint(group.shown.visible_params)]
+            stepped = [group for group in self.groups if not held.isdisjoint(group.slots.visible_params)]
             self.known[optimizer] = ids, weakref.WeakSet(stepped)
             # torch's CPUOffload has no such field.
             if any(getattr(group.comm.options.cpu_offload, "offload_optimizer", False) for group in stepped):

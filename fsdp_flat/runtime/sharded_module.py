@@ -1,4 +1,4 @@
-"""Defines the methods by which a caller controls one unit, which the wrapper class and FSDP2's front share."""
+"""Defines the methods by which a caller controls one unit, which the wrapper class and ``fully_shard`` share."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class ShardedModule(UnitSettings):
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         try:
             for param_group in unit.param_groups if unit.is_unsharded else ():
-                slots = param_group.shown
+                slots = param_group.slots
                 slots.check_unchanged(slots.restore(slots.diff()))
         finally:
             unit.reshard()
@@ -114,7 +114,7 @@ class ShardedModule(UnitSettings):
         for unit in units_of(self):
             unit.clear_hidden_gradients(set_to_none=set_to_none)
             for param_group in unit.param_groups:
-                for param in param_group.shown.visible_params:
+                for param in param_group.slots.visible_params:
                     if set_to_none:
                         param.grad = None
                     elif param.grad is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
+from fsdp_flat.comm import AllGather, CollectiveOverrides, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.memory import MemoryState
 from fsdp_flat.core.options import Phase, ReductionPolicy
@@ -277,7 +277,7 @@ class UnitSettings(nn.Module):
             param_group.comm
             for unit in units
             for param_group in unit.param_groups
-            if param_group.comm.exact is not None
+            if param_group.comm.state_collectives is not None
         ]:
             shard = comm.options.groups.shard
             if enable and shard not in second:
@@ -320,7 +320,7 @@ def _check_one_mesh(unit: Unit, what: str) -> None:
         )
 
 
-def replace_collectives(units: Iterable[Unit], choices: Mapping[GroupCollectives, CollectiveChoice]) -> None:
+def replace_collectives(units: Iterable[Unit], choices: Mapping[GroupCollectives, CollectiveOverrides]) -> None:
     """Have parameter groups of ``units`` use other collectives in later steps, all of them or none."""
     _check_between_steps(units)
     for comm, choice in choices.items():

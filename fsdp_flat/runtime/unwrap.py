@@ -37,12 +37,12 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     unit.reshard()
     unit.adopt_assigned()
     for param_group in unit.param_groups:
-        param_group.shown.remove()
+        param_group.slots.remove()
     try:
         convert_others()
     finally:
         for param_group in unit.param_groups:
-            param_group.shown.show_sharded()
+            param_group.slots.show_sharded()
     for param_group in unit.param_groups:
         was_meta = param_group.storage.empty().is_meta
         param_group.convert(marking_empty(fn) if was_meta else fn)
@@ -104,14 +104,14 @@ def unwrap(model: nn.Module) -> nn.Module:
         unit.adopt_assigned()
         wholes = all_gather_full(unit, lambda param_group: param_group.flat_shard())
         for param_group, whole in zip(unit.param_groups, wholes, strict=True):
-            held = {param: param.shape for param in param_group.shown.visible_params}
-            param_group.shown.unflatten(whole)
+            held = {param: param.shape for param in param_group.slots.visible_params}
+            param_group.slots.unflatten(whole)
             left = {site.module._parameters.get(site.name) for entry in param_group.params for site in entry.sites}
             gone = f"parameters of unit {unit.name!r}, {param_group.params[0].fqn!r} the first"
             note_unwrapped({param: ("" if param in left else gone, shape) for param, shape in held.items()})
         unit.buffers.cast(full=True)
     modules = list(model.modules())
-    wrappers = {child for child in modules if (own := unit_of(child)) is not None and own.options.front.has_wrapper}
+    wrappers = {child for child in modules if (own := unit_of(child)) is not None and own.options.api.has_wrapper}
 
     def inner(module: nn.Module) -> nn.Module:
         while module in wrappers:

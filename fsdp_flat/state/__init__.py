@@ -1,6 +1,6 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
-from fsdp_flat.state.apart import TakenApart
+from fsdp_flat.state.apart import SplitParams
 from fsdp_flat.state.codecs import BOXES, CODECS, BoxedTensor, CodecRow, settings_for
 from fsdp_flat.state.model_load import (
     ModelLoad,

@@ -36,7 +36,7 @@ class InnerPart:
     offsets: tuple[int, ...] | None
 
 
-class TakenApart:
+class SplitParams:
     """Takes parameters of ``model`` apart that are made of several tensors.
 
     Attributes:
@@ -78,7 +78,7 @@ class TakenApart:
         """Return a state dict of the names and parts of :meth:`take` with the parameters joined, as DTensors."""
         found = dict(state)
         for key, param in self._params.items():
-            local, inner = local_of(param.shown).detach(), dict[str, torch.Tensor]()
+            local, inner = local_of(param.sharded_param).detach(), dict[str, torch.Tensor]()
             for each, own in inner_tensors(local).items():
                 value = found.pop(f"{key}.{each}")
                 if isinstance(value, BoxedTensor):

@@ -73,14 +73,14 @@ class ModelLoad:
         managed: set[nn.Parameter] = set()
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         for unit in units_of(wrapper):
-            has_wrapper = unit.options.front.has_wrapper
+            has_wrapper = unit.options.api.has_wrapper
             if has_wrapper:
                 unit.hide_names()  # an exception may have ended a load below a plain module
             else:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
             for param_group in unit.param_groups:
-                managed.update(param_group.shown.visible_params if has_wrapper else ())
+                managed.update(param_group.slots.visible_params if has_wrapper else ())
                 for entry in param_group.params:
                     for constant in constants_of(entry.param).values():
                         self._held.append(({}, "", constant, constant.clone()))
@@ -88,7 +88,7 @@ class ModelLoad:
         for module in modules_of(wrapper):
             own = unit_of(module)
             # Modules of fully_shard load as torch's do.
-            if own is not None and own.options.front.has_wrapper:
+            if own is not None and own.options.api.has_wrapper:
                 self._wrappers.append(module)
             for tensors in (module._buffers, module._parameters):
                 for name, tensor in tensors.items():
@@ -378,7 +378,7 @@ def load_unit(
         ]
         state_dict.update((inner + name, param) for name, param in found if param is not None)
         return
-    own = {param for param_group in unit.param_groups for param in param_group.shown.visible_params}
+    own = {param for param_group in unit.param_groups for param in param_group.slots.visible_params}
     shown = load.show_placeholders(unit, codec, prefix)
     for key, value in state_dict.items():
         is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor)
@@ -475,7 +475,7 @@ def _sites_of(unit: Unit) -> list[list[Site]]:
 
 def _pop_params(unit: Unit, state_dict: dict[str, Any], prefix: str) -> list[tuple[StateShard, Any]]:
     """Remove the entries of a unit's parameters; return each with the value found under any of its names, or None."""
-    own = {id(param) for param_group in unit.param_groups for param in param_group.shown.visible_params}
+    own = {id(param) for param_group in unit.param_groups for param in param_group.slots.visible_params}
     found = []
     for param, sites in zip(params_of(unit, prefix), _sites_of(unit), strict=True):
         given = [state_dict.pop(prefix + FSDP_PREFIX + site.fqn, None) for site in sites]

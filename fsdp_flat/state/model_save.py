@@ -31,7 +31,7 @@ from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
 from fsdp_flat.runtime import FullParams, full_params, unit_record
-from fsdp_flat.state.apart import TakenApart
+from fsdp_flat.state.apart import SplitParams
 from fsdp_flat.state.codecs import FULL, BoxedTensor, FullCodec, codec_of, settings_for
 from fsdp_flat.state.plain_states import is_wrapper, values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of, rank_groups_of
@@ -150,7 +150,7 @@ _LIVE = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(bo
 _COPIED = settings_for(StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(True, boxes=True), None)
 
 
-def boxed_state_dict(model: nn.Module, apart: TakenApart | None = None, *, copy: bool = False) -> dict[str, Any]:
+def boxed_state_dict(model: nn.Module, apart: SplitParams | None = None, *, copy: bool = False) -> dict[str, Any]:
     """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU.
 
     Parameters that are made of several tensors are taken ``apart``, if the caller can join them.
@@ -207,7 +207,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     is_full = isinstance(codec, FullCodec)
     # Units of fully_shard save themselves, as torch's modules do.
     every_unit = units_of(wrapper) if outermost else []
-    units = [each for each in every_unit if each.options.front.has_wrapper]
+    units = [each for each in every_unit if each.options.api.has_wrapper]
     # Units without parameters need no all-gather, nor do full tensors inside summon_full_params.
     sent = [each for each in units if each.param_groups and not (is_full and unit_record(each).full is not None)]
     rank_groups = list(dict.fromkeys(each.options.groups.shard for each in sent if codec.communicates))
@@ -226,7 +226,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 # all-gather.
                 is_hooked = any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper)
                 unmanaged = ReplicatedTensors(wrapper)
-                said = json.dumps([is_hooked, config.rank0_only, unmanaged.prints])
+                said = json.dumps([is_hooked, config.rank0_only, unmanaged.fingerprints])
                 shards = [] if is_hooked else list(_shards_of(alike, codec, ""))
             lines = [str(settings_of(each).state_dict_type) for each in sent]
             met = meet("state_dict", groups, until_met.error, SAVING_STATE, lines=lines, said=said)
@@ -320,7 +320,7 @@ def _part_inside_summon(param: IndexedParam, full: FullParams) -> torch.Tensor:
     local, param_group = param.local, param.param_group
     if full.are_shown:
         rank = param.rank_group.rank
-        local = param_group.layout.local_part(param.index, rank, param_group.shown.full_local(param.index).detach()).to(
+        local = param_group.layout.local_part(param.index, rank, param_group.slots.full_local(param.index).detach()).to(
             local.device
         )
     return local.clone()
@@ -402,7 +402,7 @@ class _UnitSave:
             destination = self.inner()
             values = self._values(_shards_of([self.unit], self.codec, self.prefix))
             for param, value, present in zip(params, values, _names_in(destination, params), strict=True):
-                shown = param.param_group.shown.full_local(param.index)
+                shown = param.param_group.slots.full_local(param.index)
                 for name in present:
                     found = destination[name]
                     local = found.to_local() if isinstance(found, DTensor) else found
@@ -435,7 +435,7 @@ class _UnitSave:
                 elif present:
                     stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                     # A value may be a view of the summoned parameter, unless a hook replaced it.
-                    if is_summoned and _shares_memory(stored, param.param_group.shown.full_local(param.index)):
+                    if is_summoned and _shares_memory(stored, param.param_group.slots.full_local(param.index)):
                         stored = stored.clone()
                     destination.update(dict.fromkeys(present, stored))
             if keep:
@@ -519,10 +519,10 @@ def _registered(unit: Unit, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     remaining = iter(tensors)
     try:
         for param_group in unit.param_groups:
-            param_group.shown.show_full_params(list(islice(remaining, len(param_group.params))))
+            param_group.slots.show_full_params(list(islice(remaining, len(param_group.params))))
         yield
     finally:
         for param_group in unit.param_groups:
-            param_group.shown.hide_full_params()
+            param_group.slots.hide_full_params()
             if unit.is_unsharded:
-                param_group.shown.show_unsharded()
+                param_group.slots.show_unsharded()

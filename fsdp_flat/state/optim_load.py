@@ -310,32 +310,33 @@ class _OptimLoad:
         value.plan_unmanaged(made, indexed, self.writes)
         return made
 
-    def _of_other_shape(self, key: str, value: Any, shown: IndexedParam) -> Any:
+    def _of_other_shape(self, key: str, value: Any, param: IndexedParam) -> Any:
         """Return a state of a parameter of ``fully_shard`` that has another shape, a value for each row perhaps."""
-        like, shape = self._contents.state.get(shown.shown, {}).get(key), shape_of(value)
-        sizes = iter(shown.shown.shape)
+        like, shape = self._contents.state.get(param.sharded_param, {}).get(key), shape_of(value)
+        sizes = iter(param.sharded_param.shape)
         # Without a state of the optimizer that shows the shape, some of the parameter's sizes may be missing or 1.
         fits = all(size == 1 or size in sizes for size in shape) if like is None else shape == shape_of(like)
         if not fits:
             raise LoadError(
-                f"State {key!r} of {shown.fqn!r} has shape {shape}; expected {tuple(shown.shown.shape)}, that of the "
-                "parameter, which fully_shard has sharded. Is it the state dict of another model? If the optimizer "
-                "keeps states of such a shape, let it take a step before it loads them."
+                f"State {key!r} of {param.fqn!r} has shape {shape}; expected "
+                f"{tuple(param.sharded_param.shape)}, that of the parameter, which fully_shard has sharded. "
+                "Is it the state dict of another model? If the optimizer keeps states of such a shape, let it take a "
+                "step before it loads them."
             )
         if isinstance(value, DTensor):
-            if value.device_mesh != shown.shown.device_mesh:  # type: ignore[attr-defined]
+            if value.device_mesh != param.sharded_param.device_mesh:  # type: ignore[attr-defined]
                 raise LoadError(
-                    f"State {key!r} of {shown.fqn!r} is a DTensor on {value.device_mesh}, another mesh than the "
+                    f"State {key!r} of {param.fqn!r} is a DTensor on {value.device_mesh}, another mesh than the "
                     "parameter's. Load full tensors."
                 )
             return copied_state(value)
         if not isinstance(value, (torch.Tensor, PendingTensor)):
-            raise LoadError(f"State {key!r} of {shown.fqn!r} is a {type(value).__name__}; expected a tensor.")
+            raise LoadError(f"State {key!r} of {param.fqn!r} is a {type(value).__name__}; expected a tensor.")
         # The optimizer is given a tensor that may be filled once all of the load is known to fit.
-        made = placed_like(shown, torch.empty(value.shape, dtype=value.dtype), like)
+        made = placed_like(param, torch.empty(value.shape, dtype=value.dtype), like)
         local = local_of(made)
         self._with_full(
-            value, shown.unit.options.device, lambda full: local.copy_(local_of(placed_like(shown, full, like)))
+            value, param.unit.options.device, lambda full: local.copy_(local_of(placed_like(param, full, like)))
         )
         return made
 
@@ -486,7 +487,7 @@ def states_in_files(
         is_free = (
             fqn in index.dtensors_by_name
             if param is None
-            else param.shown in owners or name in own_settings(param.unit).optim_handlers
+            else param.sharded_param in owners or name in own_settings(param.unit).optim_handlers
         )
         if shape != expected and not is_free:
             raise LoadError(

@@ -59,14 +59,14 @@ class IndexedParam:
         full_shape: its shape in state dicts of full tensors.
         local_shard: the elements of this rank.
         numel: the number of them.
-        shown: the tensor that its modules hold outside of compute.
+        sharded_param: the tensor that its modules hold outside of compute.
         is_original: optimizers hold it itself, and not a flat parameter.
     """
 
     def __init__(self, unit: Unit, param_group: ParamGroup, index: int, fqns: tuple[str, ...]) -> None:
         self.unit, self.param_group, self.index = unit, param_group, index
         entry, self.shape = param_group.params[index], param_group.layout.param_infos[index].shape
-        self.fqns, self.fqn, self.adapter, self.shown = fqns, fqns[0], entry.adapter, entry.param
+        self.fqns, self.fqn, self.adapter, self.sharded_param = fqns, fqns[0], entry.adapter, entry.param
         self.full_shape = self.shape if self.adapter is PLAIN else self.adapter.full_shape(self.shape)
         self.rank_group, self.local_shard = param_group.comm.options.groups.shard, param_group.local_shards[index]
         self.numel = self.local_shard.numel
@@ -74,7 +74,7 @@ class IndexedParam:
 
     def trains(self) -> bool:
         """Return whether the parameter requires a gradient."""
-        return self.param_group.shown.requires_grad()[self.index]
+        return self.param_group.slots.requires_grad()[self.index]
 
     @property
     def local(self) -> torch.Tensor:
@@ -158,11 +158,11 @@ class ParamIndex:
             if unit is not None:
                 prefixes.setdefault(unit, []).append(clean_fqn(path + ".").lstrip("."))
         for unit, found_prefixes in prefixes.items():
-            if not unit.options.front.has_wrapper:
+            if not unit.options.api.has_wrapper:
                 for param_group in unit.param_groups:
                     for index, entry in enumerate(param_group.params):
                         places[entry.param] = unit, param_group, index
-                        unsharded[param_group.buffer.params[index]] = entry.param
+                        unsharded[param_group.output.params[index]] = entry.param
                 continue
             # Of a unit that is registered under several names FSDP1 saves states under the last, if it is flat.
             is_flat = not unit.options.use_orig_params
@@ -171,9 +171,9 @@ class ParamIndex:
             self.params += found
             for param_group in unit.param_groups:
                 own, found = tuple(found[: len(param_group.params)]), found[len(param_group.params) :]
-                unsharded.update(dict.fromkeys(param_group.buffer.params))
+                unsharded.update(dict.fromkeys(param_group.output.params))
                 if param_group.spec.use_orig_params:
-                    self.managed.update(zip(param_group.shown.visible_params, zip(own), strict=True))
+                    self.managed.update(zip(param_group.slots.visible_params, zip(own), strict=True))
                 else:
                     self.managed[param_group.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}

@@ -143,7 +143,7 @@ def local_from(param: IndexedParam, full: torch.Tensor) -> torch.Tensor:
 
 def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device) -> DTensor:
     """Create a DTensor with the parameter's mesh and placements."""
-    full = torch.empty(param.shown.shape, dtype=dtype, device="meta")
+    full = torch.empty(param.sharded_param.shape, dtype=dtype, device="meta")
     local = torch.empty_like(local_from(param, full), device=device)
     return dtensors_of(param).with_local(param.index, local)
 
@@ -153,14 +153,14 @@ def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
 
     The value has the parameter's shape: a DTensor with these, or a full tensor. ``label`` names it in error texts.
     """
-    shown = param.shown
-    assert isinstance(shown, DTensor)
+    sharded_param = param.sharded_param
+    assert isinstance(sharded_param, DTensor)
     if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements) != (shown.device_mesh, shown.placements):
+        if (value.device_mesh, value.placements) != (sharded_param.device_mesh, sharded_param.placements):
             raise LoadError(
                 f"{label} is a DTensor on {value.device_mesh} with placements {value.placements}; the parameter is on "
-                f"{shown.device_mesh} with {shown.placements}. Load full tensors, or read the checkpoint by "
-                "torch.distributed.checkpoint into the state dict of this optimizer."
+                f"{sharded_param.device_mesh} with {sharded_param.placements}. Load full tensors, or read the "
+                "checkpoint by torch.distributed.checkpoint into the state dict of this optimizer."
             )
         local = value.to_local()
     elif type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -186,19 +186,21 @@ def placed_like(param: IndexedParam, full: torch.Tensor, like: Any) -> torch.Ten
     That is as ``like``, its present state; without one a DTensor, sharded where the parameter is and has the same size,
     but a tensor of one element is a plain one.
     """
-    shown = param.shown
-    assert isinstance(shown, DTensor)
+    sharded_param = param.sharded_param
+    assert isinstance(sharded_param, DTensor)
     full = full.detach().to(param.param_group.spec.shard_device, copy=True)
     if not isinstance(like, DTensor) and (isinstance(like, torch.Tensor) or full.numel() == 1):
         return full
     is_fitting = isinstance(like, DTensor) and like.shape == full.shape
-    mesh, placements = (like.device_mesh, like.placements) if is_fitting else (shown.device_mesh, shown.placements)
+    mesh, placements = (
+        (like.device_mesh, like.placements) if is_fitting else (sharded_param.device_mesh, sharded_param.placements)
+    )
 
     def fits(each: Placement) -> bool:
         # Partial and strided ones are replicated instead, which is the same tensor.
         if not isinstance(each, ShardedDim) or type(each) is not ShardedDim or each.dim >= full.dim():
             return False
-        return is_fitting or full.shape[each.dim] == shown.shape[each.dim]
+        return is_fitting or full.shape[each.dim] == sharded_param.shape[each.dim]
 
     found = [each if fits(each) else Replicate() for each in placements]
     return distribute_tensor(full, mesh, found, src_data_rank=None)

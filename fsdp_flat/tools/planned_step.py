@@ -247,17 +247,17 @@ class _Run:
             if self._on_accelerator:
                 unit.step.use_memory(streams, unit.step.pool)
             for group in unit.param_groups:
-                if not group.buffer.tensors:
+                if not group.output.tensors:
                     # The first all-gather makes the tensors of all that follow.
-                    group.buffer.send(group.pool)
-                    group.buffer.arrived()
-                    group.shown.use_buffer(group.buffer)
-                    group.buffer.free(group.pool)
-                for tensor in group.buffer.tensors if group.buffer.owns_memory else ():
+                    group.output.send(group.pool)
+                    group.output.arrived()
+                    group.slots.use_output(group.output)
+                    group.output.free(group.pool)
+                for tensor in group.output.tensors if group.output.owns_memory else ():
                     self.counter.use(tensor, GATHERED)
                 comm = group.comm
-                if comm.of_steps is not None and not self._on_accelerator:
-                    comm.of_steps = collectives_by(comm.of_steps.rank_group, transport)
+                if comm.step_collectives is not None and not self._on_accelerator:
+                    comm.step_collectives = collectives_by(comm.step_collectives.rank_group, transport)
 
     def append(self, event: tuple[str, str]) -> None:
         """Note the unit of an event of the tree."""
@@ -306,8 +306,8 @@ class _Run:
             for param in self._params:
                 param.grad = None
         for group in [group for unit in units_of(model) for group in unit.param_groups]:
-            is_reused = group.comm.of_steps is not None or group.grads.dtype != group.grads.reduce_dtype
-            if group.shown.num_trainable and is_reused:
+            is_reused = group.comm.step_collectives is not None or group.grads.dtype != group.grads.reduce_dtype
+            if group.slots.num_trainable and is_reused:
                 group.grads.recycle(FlatGradBuffer(group.layout, group.grads.dtype, group.spec.device))
 
     def begin(self) -> None:
@@ -344,7 +344,7 @@ class _Run:
 
     def _hook_gradients(self, units: Iterable[Unit]) -> None:
         """Count the gradients of unsharded parameters from the time on at which autograd has computed them."""
-        for param in [param for unit in units for group in unit.param_groups for param in group.buffer.params]:
+        for param in [param for unit in units for group in unit.param_groups for param in group.output.params]:
             if param.requires_grad and param not in self._hooked:
                 self._hooked.add(param)
                 param.register_hook(lambda grad: self.counter.use(grad, GRADIENTS))

@@ -129,7 +129,7 @@ def run(build: Build, wrap: Wrap, options: dict[str, Any], rank: int, num_ranks:
             loss.backward()
             losses.append(loss.detach())
         gathers = sorted(count_events(events, "unshard").values())
-        assert not any(unit.param_groups[0].buffer.nbytes for unit in model._unit.step.units if unit.needs_all_gather)
+        assert not any(unit.param_groups[0].output.nbytes for unit in model._unit.step.units if unit.needs_all_gather)
     grads = {i: param.grad for i, param in enumerate(model.parameters()) if param.grad is not None and param.numel()}
     return {"losses": dict(enumerate(losses)), "gradients": grads}, gathers
 

@@ -173,7 +173,7 @@ def of_nccl(rank: int, port: int, task: str, places: str, folder: str) -> None:
     """Rank 1 does something else than the others, in a group whose collectives do not make the host wait."""
     with joined(rank, port, places), as_of_nccl():
         model, optimizer = trained(folder)
-        assert model._unit.param_groups[0].comm.exact.__class__ is Collectives
+        assert model._unit.param_groups[0].comm.state_collectives.__class__ is Collectives
         with begun_only():
 
             def go() -> None:

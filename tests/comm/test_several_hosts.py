@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import CollectiveChoice, RankGroup
+from fsdp_flat.comm import CollectiveOverrides, RankGroup
 from fsdp_flat.comm.failures import REPORT_TIMEOUT_S
 from fsdp_flat.comm.shm import SharedMemoryCollectives, connect, transport_of
 from fsdp_flat.errors import OptionError, PeerFailureError
@@ -363,7 +363,7 @@ def test_values_that_are_not_finite_stay_so_between_hosts_and_integers_and_empty
     with on_hosts("aabb"):
         rank_group = RankGroup.of(dist.new_group())
         for dtype in ERRORS:
-            choice = CollectiveChoice(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
+            choice = CollectiveOverrides(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
             ours = SharedMemoryCollectives(rank_group, choice=choice)
             full = torch.ones(20)
             full[3] = float("inf") if rank == 3 else 1.0
@@ -379,7 +379,7 @@ def test_values_that_are_not_finite_stay_so_between_hosts_and_integers_and_empty
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.bfloat16, 2000), (torch.int8, 1024 + 16)])
 def test_fewer_bytes_cross_between_hosts(dtype: torch.dtype, nbytes: int, rank: int) -> None:
     with on_hosts("aabb"):
-        choice = CollectiveChoice(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
+        choice = CollectiveOverrides(gathered_between_hosts=dtype, reduced_between_hosts=dtype)
         unit = SharedMemoryCollectives(RankGroup.of(dist.new_group()), choice=choice)
         unit.begin_all_gather(torch.zeros(4 * 1000)).wait()
         with recorded() as record:

@@ -239,10 +239,14 @@ def test_a_model_that_moves_after_it_was_wrapped_computes_where_it_is(rank: int)
     for unit in reversed(units):
         unit.use_device(torch.device("cuda", 0))
     assert all(unit.options.device == torch.device("cuda", 0) for unit in units)
-    assert all(type(h.comm.exact).__name__ == "GlooAcceleratorCollectives" for u in units for h in u.param_groups)
+    assert all(
+        type(h.comm.state_collectives).__name__ == "GlooAcceleratorCollectives" for u in units for h in u.param_groups
+    )
     model.cpu()  # and back: no handle has moved, so units follow where handles are
     assert all(unit.options.device == CPU for unit in units)
-    assert all(type(h.comm.exact).__name__ == "SharedMemoryCollectives" for u in units for h in u.param_groups)
+    assert all(
+        type(h.comm.state_collectives).__name__ == "SharedMemoryCollectives" for u in units for h in u.param_groups
+    )
     square_loss(model, x).backward()
     assert not any(unit.step.streams.is_accelerator for unit in units)
 

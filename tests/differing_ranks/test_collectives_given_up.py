@@ -216,13 +216,13 @@ def test_what_is_given_up_is_written_and_sent_from_memory_of_its_own(front: str,
         model(x)
         unit = units_of(model)[2]
         (param_group,) = unit.param_groups
-        group, shard = param_group.comm.exact.group, param_group.flat_shard()
+        group, shard = param_group.comm.state_collectives.group, param_group.flat_shard()
         shards = [torch.empty_like(shard) for _ in range(2)]
         dist.all_gather(shards, shard.clone())
         layers_of(model).bad = 0 if rank == 0 else None
         with pytest.raises(Trouble if rank == 0 else PeerFailureError):
             model(x)
-        assert not param_group.buffer.nbytes
+        assert not param_group.output.nbytes
         assert unit.is_sharded
         dist.barrier()
         if rank == 0:
@@ -232,7 +232,7 @@ def test_what_is_given_up_is_written_and_sent_from_memory_of_its_own(front: str,
             dist.broadcast(received, 1, group=group)
             assert torch.equal(received, shards[1])
         else:
-            (pending,) = [each for each in given_up._kept if each.result is param_group.buffer.tensors[0]]
+            (pending,) = [each for each in given_up._kept if each.result is param_group.output.tensors[0]]
             held = torch.empty(0).set_(given_up._kept[pending][0])
             taken = [torch.full_like(held, 7) for _ in range(20)]
             while not pending.is_completed():
@@ -275,7 +275,7 @@ def test_memory_of_a_callers_collective_that_failed_is_kept_until_its_work_is_co
     settling_soon = mock.patch.object(given_up, "_SETTLE_S", LATE_S)
     with impatient(), settling_soon, pytest.raises(PeerFailureError, match="the network is gone"):
         model(x)
-    assert all(not param_group.buffer.nbytes for unit in units_of(model) for param_group in unit.param_groups)
+    assert all(not param_group.output.nbytes for unit in units_of(model) for param_group in unit.param_groups)
     kept = [each for each in given_up._kept if work in [getattr(w, "work", None) for w in getattr(each, "_works", ())]]
     assert len(kept) == 1
     # A thread writes to the output: to what was the buffer of a flat parameter, or to memory beside the buffer.

@@ -369,7 +369,7 @@ def test_a_reset_after_an_exception_frees_everything_and_the_next_step_is_right(
         beside.ours.blocks[0].reset_iter_state()
     beside.ours.reset_iter_state()
     assert_idle(beside.ours)
-    assert all(unit.param_groups[0].buffer.nbytes == 0 for unit in units_of(beside.ours))
+    assert all(unit.param_groups[0].output.nbytes == 0 for unit in units_of(beside.ours))
     beside.ours.zero_grad()
     beside.train()
 

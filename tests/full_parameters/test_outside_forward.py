@@ -450,7 +450,7 @@ def test_unshard_for_without_gradients_frees_at_its_end(use_orig_params: bool, r
             total = sum(block.up.weight.sum() for block in model[1:3])
         assert set(count_events(events, "reshard")) == {"Sequential", "1", "2"}
     assert_near(total, sum(block.up.weight.sum() for block in small_model()[1:3]).detach(), 1e-5, "sum")
-    assert not any(unit.param_groups[0].buffer.nbytes for unit in model._unit.step.units)
+    assert not any(unit.param_groups[0].output.nbytes for unit in model._unit.step.units)
 
 
 @ORIG_PARAMS

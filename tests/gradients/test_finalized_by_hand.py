@@ -119,7 +119,7 @@ def test_kept_memory_of_unsharded_parameters_stays_in_place() -> None:
     step()
     freed = units_of(model.blocks[0])[0]
     for unit in units_of(model):
-        assert all((handle.buffer.nbytes > 0) is (unit is not freed) for handle in unit.param_groups)
+        assert all((handle.output.nbytes > 0) is (unit is not freed) for handle in unit.param_groups)
 
 
 @on_ranks(2)
@@ -130,7 +130,7 @@ def test_one_unit_keeps_its_memory() -> None:
         model(batch_of(0))
     model.reshard()
     for unit in units_of(model):
-        assert all((handle.buffer.nbytes > 0) is (unit.module is model) for handle in unit.param_groups)
+        assert all((handle.output.nbytes > 0) is (unit.module is model) for handle in unit.param_groups)
 
 
 class Raising(torch.autograd.Function):

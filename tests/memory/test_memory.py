@@ -24,7 +24,7 @@ WIDTH = 256
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    return sum(handle.buffer.nbytes for unit in units_of(model) for handle in unit.param_groups)
+    return sum(handle.output.nbytes for unit in units_of(model) for handle in unit.param_groups)
 
 
 def whole_bytes(model: nn.Module) -> list[int]:

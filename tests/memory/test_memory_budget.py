@@ -67,7 +67,7 @@ def held_nbytes(model: nn.Module) -> dict[str, int]:
     return {
         unit.name: nbytes
         for unit in units_of(model)[1:]
-        if (nbytes := sum(group.buffer.nbytes for group in unit.param_groups if group.buffer.owns_memory))
+        if (nbytes := sum(group.output.nbytes for group in unit.param_groups if group.output.owns_memory))
     }
 
 

@@ -311,8 +311,8 @@ def test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one(ra
     assert {param.dtype for param in model.parameters()} == {FP32}
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FP32}
     unit = model.module[1]._unit
-    assert unit.param_groups[0].buffer.tensors[0].dtype == BF16
-    assert unit.param_groups[0].buffer.nbytes == 0
+    assert unit.param_groups[0].output.tensors[0].dtype == BF16
+    assert unit.param_groups[0].output.nbytes == 0
 
 
 @pytest.mark.parametrize(

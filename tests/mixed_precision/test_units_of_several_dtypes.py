@@ -88,7 +88,7 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     collect = trainable.grads.collect
 
     def spy() -> bool:
-        held = [param.grad for group in (trainable, frozen) for param in group.buffer.params]
+        held = [param.grad for group in (trainable, frozen) for param in group.output.params]
         sizes.append(tuple(0 if grad is None else grad.nbytes for grad in held))
         assert frozen.grads.waiting is None
         return collect()
@@ -99,7 +99,7 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     assert sizes == [(64 * 2 * 8, 0), (0, 0)], "at the end of the unit's backward and of the whole"
     reduced = [call.nbytes for call in record.calls if call.name == "reduction"]
     assert reduced == [64 * 2 * 8 // 2], "half of it goes to the other rank"
-    assert not frozen.shown.num_trainable
+    assert not frozen.slots.num_trainable
 
 
 @on_ranks(2)

@@ -59,7 +59,7 @@ def factored(model: Any) -> Factored:
     shapes = {}
     for module in FSDP.fsdp_modules(model):
         for handle in module._unit.param_groups:
-            params, pieces = handle.shown.visible_params, handle.local_shards
+            params, pieces = handle.slots.visible_params, handle.local_shards
             for param, param_info, piece in zip(params, handle.layout.param_infos, pieces, strict=True):
                 if len(param_info.shape) == 2:
                     shapes[param] = (torch.Size(param_info.shape), piece.in_param.start)

@@ -57,10 +57,10 @@ def whole_flat(handle: ParamGroup) -> torch.Tensor:
 
 def gather(handle: ParamGroup, flat: torch.Tensor | None = None) -> None:
     own = handle.layout.shard(handle.spec.rank).to_slice()
-    buffer, _ = handle.buffer.send(handle.pool)
+    buffer, _ = handle.output.send(handle.pool)
     assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
     buffer.copy_(whole_flat(handle) if flat is None else flat)
-    handle.buffer.arrived()
+    handle.output.arrived()
 
 
 @pytest.mark.parametrize("is_gathered", [False, True])
@@ -70,9 +70,9 @@ def test_a_reset_frees_the_buffer_and_the_handle_can_be_gathered_again(is_gather
     if is_gathered:
         gather(handle)
     handle.reset(frees=True, shows_unsharded=False)
-    assert handle.buffer.nbytes == 0
+    assert handle.output.nbytes == 0
     gather(handle)
-    handle.shown.show_unsharded()
+    handle.slots.show_unsharded()
     assert_equal(module.weight.detach(), torch.arange(6.0).view(2, 3))
 
 
@@ -90,13 +90,13 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     for _ in range(2):
         gather(handle)
-        handle.shown.show_unsharded()
+        handle.slots.show_unsharded()
         x = torch.eye(3)
         assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
-        assert module.weight is handle.buffer.params[0]
-        handle.shown.show_sharded()
-        handle.buffer.free(handle.pool)
-        assert handle.buffer.nbytes == 0
+        assert module.weight is handle.output.params[0]
+        handle.slots.show_sharded()
+        handle.output.free(handle.pool)
+        assert handle.output.nbytes == 0
         with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
             module(x)
         if use_orig_params:
@@ -123,11 +123,11 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     before = handle.weights_epoch()
     with torch.no_grad():
-        for param in handle.shown.visible_params:
+        for param in handle.slots.visible_params:
             param.mul_(2.0)
     assert handle.weights_epoch() != before
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.buffer.send(handle.pool)[0][own], 2 * whole_flat(handle)[own])
+    assert_equal(handle.output.send(handle.pool)[0][own], 2 * whole_flat(handle)[own])
 
 
 # -- what users assign between steps ---------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
     handle.flat_param.data = fresh
     handle.adopt_changes()
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.buffer.send(handle.pool)[0][own], fresh)
+    assert_equal(handle.output.send(handle.pool)[0][own], fresh)
     if use_orig_params:
         assert_equal(module.weight.detach(), fresh[handle.local_shards[0].in_shard.to_slice()])
 
@@ -202,9 +202,9 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     fresh = torch.arange(float(handle.layout.shard_numel)) + 50
     handle.flat_param.data = fresh
     handle.adopt_changes()
-    handle.buffer.send(handle.pool)
-    handle.buffer.arrived()
-    handle.shown.show_unsharded()
+    handle.output.send(handle.pool)
+    handle.output.arrived()
+    handle.slots.show_unsharded()
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 
 
@@ -218,12 +218,12 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     grads_ready: list[Any] = []
     handle.grads.on_ready = lambda: grads_ready.append(handle)
     gather(handle)
-    handle.shown.show_unsharded()
+    handle.slots.show_unsharded()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
         handle.grads.collect()
     assert grads_ready == [handle] * 2  # once a backward: there are few gradients
-    assert all(leaf.grad is None for leaf in handle.buffer.params)
+    assert all(leaf.grad is None for leaf in handle.output.params)
     assert sum(handle.grads.ready()) == 2
     expected = torch.zeros(handle.layout.numel)
     for param_info in handle.layout.param_infos:
@@ -245,7 +245,7 @@ def test_a_gradient_after_one_that_was_refused_is_examined_as_the_first_one(use_
 
     handle.grads.on_ready = refuse
     gather(handle)
-    handle.shown.show_unsharded()
+    handle.slots.show_unsharded()
     for number in range(2):
         with pytest.raises(UsageError, match="not now"):
             module(torch.ones(4, 3)).sum().backward()
@@ -266,15 +266,15 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
 def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     module = Small()
     handle = handle_of(module)
-    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 2
+    assert [leaf.requires_grad for leaf in handle.output.params].count(True) == 2
     module.bias.requires_grad_(False)
     gather(handle)
-    handle.shown.show_unsharded()
-    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 1
+    handle.slots.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.output.params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
     handle.grads.collect()
     assert handle.grads.ready() == b"\x01\x00"
-    handle.shown.show_sharded()
+    handle.slots.show_sharded()
     module.bias.requires_grad_(True)
-    handle.shown.show_unsharded()
-    assert [leaf.requires_grad for leaf in handle.buffer.params].count(True) == 2
+    handle.slots.show_unsharded()
+    assert [leaf.requires_grad for leaf in handle.output.params].count(True) == 2

@@ -153,7 +153,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, ra
     loss = square_loss(beside.ours, batch(rank))
     last = units_of(beside.ours)[-1]
     assert last.is_sharded
-    assert last.param_groups[0].buffer.nbytes > 0
+    assert last.param_groups[0].output.nbytes > 0
     with pytest.raises(UsageError, match=r"while its parameter .* is sharded"):
         last.module(torch.ones(2, WIDTH))
     shown = list(beside.ours.parameters())
@@ -163,7 +163,7 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(front: str, ra
     assert_equal(whole, dict(beside.plain.state_dict()))
     assert all(a is b for a, b in zip(shown, beside.ours.parameters(), strict=True))
     loss.backward()
-    assert last.param_groups[0].buffer.nbytes == 0
+    assert last.param_groups[0].output.nbytes == 0
     beside.zero_grad()
     beside.train()
 
@@ -203,7 +203,7 @@ def test_a_method_without_gradients_leaves_nothing_gathered(strategy: ShardingSt
     inner.evaluate = torch.no_grad()(inner.forward)
     register_forward_method(beside.ours, "evaluate")
     beside.ours.evaluate(batch(rank))
-    assert not [unit.name for unit in units_of(beside.ours) if unit.param_groups[0].buffer.nbytes]
+    assert not [unit.name for unit in units_of(beside.ours) if unit.param_groups[0].output.nbytes]
 
 
 @on_ranks(2)

@@ -95,13 +95,13 @@ def gathering_units() -> Iterator[list[str]]:
 
 def unsharded_buffers(model: nn.Module) -> list[torch.Tensor]:
     """Return the unsharded buffers of a wrapped model, with or without memory."""
-    return [handle.buffer.tensors[0] for unit in units_of(model) for handle in unit.param_groups]
+    return [handle.output.tensors[0] for unit in units_of(model) for handle in unit.param_groups]
 
 
 def num_unsharded(units: Sequence[Unit]) -> int:
     """Return how many of ``units`` have memory for unsharded parameters, apart from their shards."""
     return sum(
-        any(handle.buffer.owns_memory and handle.buffer.nbytes for handle in unit.param_groups) for unit in units
+        any(handle.output.owns_memory and handle.output.nbytes for handle in unit.param_groups) for unit in units
     )
 
 

@@ -159,7 +159,7 @@ def test_ranks_that_wait_in_any_group_learn_why_others_have_failed(place: str, r
     if place == "second mesh":
         model = meshes.shard(model, fully_shard)
         # The all-gather of the block's first mesh has begun then, that of its experts has not.
-        failing: Any = units_of(model.blocks[0])[0].param_groups[-1].comm.of_steps
+        failing: Any = units_of(model.blocks[0])[0].param_groups[-1].comm.step_collectives
         name = "begin_all_gather"
     else:
         for block in model.blocks:

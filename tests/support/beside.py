@@ -476,10 +476,10 @@ def assert_idle(model: nn.Module) -> None:
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.param_groups:
             assert not any(handle.grads.ready()), f"{unit.name} has a gradient waiting"
-            assert all(leaf.grad is None for leaf in handle.buffer.params)
+            assert all(leaf.grad is None for leaf in handle.output.params)
             assert handle.kept_shards is None
-            if handle.buffer.owns_memory and reshards:
-                assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
+            if handle.output.owns_memory and reshards:
+                assert handle.output.nbytes == 0, f"{unit.name} holds {handle.output.nbytes} gathered bytes"
         assert not unit.step.reductions.has_any(unit.param_groups)
         assert not unit.step.order.prefetched
         assert unit.step.backward is None

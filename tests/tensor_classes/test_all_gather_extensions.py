@@ -238,10 +238,10 @@ def test_memory_is_freed_between_steps_and_parameters_stay_the_same_objects() ->
     trained(model, 1)
     groups = [group for unit in units_of(model) for group in unit.param_groups]
     assert groups
-    assert all(isinstance(group.storage, TensorStorage) and group.buffer.nbytes == 0 for group in groups)
-    before = [group.buffer.params for group in groups]
+    assert all(isinstance(group.storage, TensorStorage) and group.output.nbytes == 0 for group in groups)
+    before = [group.output.params for group in groups]
     trained(model, 1)
-    assert all(own is group.buffer.params for own, group in zip(before, groups, strict=True))
+    assert all(own is group.output.params for own, group in zip(before, groups, strict=True))
 
 
 @on_ranks(2, 4)

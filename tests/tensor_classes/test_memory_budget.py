@@ -16,7 +16,7 @@ from tests.tensor_classes.test_all_gather_extensions import model_of, sharded, t
 def held_after_forward(model: nn.Module, rank: int) -> list[int]:
     """Return the bytes of unsharded parameters of each unit but the outermost between forward and backward."""
     loss = model(batch(rank)).pow(2).mean()
-    held = [sum(group.buffer.nbytes for group in unit.param_groups) for unit in units_of(model)[1:]]
+    held = [sum(group.output.nbytes for group in unit.param_groups) for unit in units_of(model)[1:]]
     loss.backward()
     return held
 

@@ -135,7 +135,7 @@ def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(
         output.sum().backward()
     for unit_module in (*model.blocks, model):
         for handle in unit_module._unit.param_groups:
-            staging = handle.buffer.target._staging
+            staging = handle.output.target._staging
             assert staging is None or staging.storage.nbytes() == 0
 
 

@@ -9,8 +9,8 @@ one position of each host, such as the first of each, form a rail.
   with its rail, and adds those of its own slice, in the order of ranks too. Sums of 16-bit floats are computed in fp32,
   and rounded once for each host and at the end.
 
-A caller may choose that rows of wider floats are rounded to another dtype between hosts (``CollectiveChoice``). In an
-all-gather every rank gets the rounded values, this one too, so all compute with the same parameters; in a
+A caller may choose that rows of wider floats are rounded to another dtype between hosts (``CollectiveOverrides``). In
+an all-gather every rank gets the rounded values, this one too, so all compute with the same parameters; in a
 reduce-scatter each rank adds its own host's sum as it is.
 
 No thread is used. The second part of a collective, a relay or the exchange of sums, begins at the next call of this
@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.custom import PACKINGS
 from fsdp_flat.comm.failures import WatchedWork
-from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.flat_collectives import CollectiveOverrides, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts, local_ranks, rail_of
@@ -107,7 +107,7 @@ class HostCollectives(GlooCollectives):
     """Uses shared memory within the ``hosts`` of a group and gloo between them, for CPU tensors."""
 
     def __init__(
-        self, rank_group: RankGroup, unit: int = 0, name: str = "", *, hosts: Hosts, choice: CollectiveChoice
+        self, rank_group: RankGroup, unit: int = 0, name: str = "", *, hosts: Hosts, choice: CollectiveOverrides
     ) -> None:
         super().__init__(rank_group, unit, name)
         self._hosts = hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_flat.comm.flat_collectives import CollectiveChoice, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
+from fsdp_flat.comm.flat_collectives import CollectiveOverrides, GlooCollectives, PlacesRows, ReusesMemory, sum_in_order
 from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.connect import Hosts, connect
@@ -12,7 +12,7 @@ from fsdp_flat.comm.shm.host_collectives import HostCollectives
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.comm.streams import unrecorded
 
-_OWN = CollectiveChoice()
+_OWN = CollectiveOverrides()
 
 
 class SharedMemoryCollectives(GlooCollectives):
@@ -28,7 +28,7 @@ class SharedMemoryCollectives(GlooCollectives):
         unit: int = 0,
         name: str = "",
         *,
-        choice: CollectiveChoice = _OWN,
+        choice: CollectiveOverrides = _OWN,
         transport: SharedMemoryTransport | None = None,
     ) -> None:
         super().__init__(rank_group, unit, name)
