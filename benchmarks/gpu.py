@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -27,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.decoder import Decoder
-from benchmarks.gpu_rows import IMPLEMENTATIONS, PEERS, ROWS, Row, shard
+from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, PEERS, ROWS, Row, next_to_run, shard
 from benchmarks.implementations import quiet
 from benchmarks.link import CudaStreams, HostStreams, Link, pretended
 from benchmarks.runner import ROOT, where
@@ -227,17 +228,21 @@ def describe(results: Mapping[str, Any]) -> str:
     return (
         f"{results['device']}, driver {results['driver']}, Python {place['python']}, torch {place['torch']}, "
         f"{place['date']}; `{results['command']}`; communication emulated: rank 0 of {results['world']} simulated "
-        f"ranks. {results['num_rounds']} rounds of fresh processes.\n"
+        f"ranks. Rounds of fresh processes.\n"
     )
+
+
+def row_text(row: Mapping[str, Any]) -> str:
+    """Make the title and the table of one row."""
+    link = "no link time" if row["gbps"] is None else f"{row['gbps']:g} GB/s"
+    num_rounds = len(row["rounds"])
+    rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
+    return f"**{row['title']}, {link}, {rounds}**\n\n{gpu_table(row)}"
 
 
 def gpu_page(results: Mapping[str, Any]) -> str:
     """Make the text and the tables of all rows."""
-    parts = [describe(results)]
-    for row in results["rows"].values():
-        link = "no link time" if row["gbps"] is None else f"{row['gbps']:g} GB/s"
-        parts += [f"**{row['title']}, {link}**\n", gpu_table(row)]
-    return "\n".join(parts)
+    return "\n".join([describe(results), *map(row_text, results["rows"].values())])
 
 
 def _in_new_process(name: str, key: str, row: Row, device: str, world: int) -> dict[str, Any]:
@@ -249,21 +254,18 @@ def _in_new_process(name: str, key: str, row: Row, device: str, world: int) -> d
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _measure_rounds(
-    names: Sequence[str], rounds: int, run: Callable[[str], dict[str, Any]], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    found = []
-    for index in range(rounds):
-        row: dict[str, Any] = {}
-        # Reverse every other round, so that a device that slows down affects every implementation.
-        for name in names if index % 2 == 0 else reversed(names):
-            row[name] = one = run(name)
-            figures = one.get("error") or (
-                f"{1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of the host, {one['peak'] / 1e6:.0f} MB"
-            )
-            say(f"round {index + 1}/{rounds} {name}: {figures}")
-        found.append({name: row[name] for name in names})
-    return found
+def _measure_round(
+    names: Sequence[str], index: int, run: Callable[[str], dict[str, Any]], say: Callable[[str], None]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    # Reverse every other round, so that a device that slows down affects every implementation.
+    for name in names if index % 2 == 0 else reversed(names):
+        found[name] = one = run(name)
+        figures = one.get("error") or (
+            f"{1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of the host, {one['peak'] / 1e6:.0f} MB"
+        )
+        say(f"round {index + 1} {name}: {figures}")
+    return {name: found[name] for name in names}
 
 
 def default_folder() -> Path:
@@ -287,6 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--world", type=int, default=8, help="simulated ranks, over which parameters are sharded")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying the command out, in this process")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of fresh processes")
+    parser.add_argument("--minutes", type=float, help="measure the rows, rounds and fewer implementations that fit in")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models and links")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=None, help="implementations")
     parser.add_argument("--gbps", type=float, help="bandwidth of the link in GB/s for each row, instead of its own")
@@ -302,15 +305,34 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("there is no CUDA device here; --device cpu --tiny tries the command out")
     if args.gbps is not None and args.gbps <= 0:
         parser.error(f"--gbps is a bandwidth above 0, got {args.gbps:g}")
+    if args.minutes is not None and args.minutes <= 0:
+        parser.error(f"--minutes is a time above 0, got {args.minutes:g}")
 
     def say(line: str) -> None:
         print(line, flush=True)
 
-    measured = {}
+    few = FEW if args.minutes is not None else tuple(IMPLEMENTATIONS)
+    rows: dict[str, Row] = {}
+    names: dict[str, list[str]] = {}
     for key in args.rows:
         row = ROWS[key].tiny() if args.tiny else ROWS[key]
-        row = row if args.gbps is None else replace(row, gbps=args.gbps)
-        names = [name for name in row.names if args.only is None or name in args.only]
+        rows[key] = row if args.gbps is None else replace(row, gbps=args.gbps)
+        names[key] = [name for name in row.names if name in (args.only or few)]
+    results: dict[str, Any] = {
+        "rows": {},
+        "world": args.world,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "driver": _driver() if args.device == "cuda" else "none",
+        "command": " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)]),
+        "where": where(),
+    }
+    until = math.inf if args.minutes is None else time.monotonic() + 60 * args.minutes
+    done = {key: 0 for key in rows if names[key]}
+    expected = {key: rows[key].seconds * len(names[key]) for key in done}
+    seconds = dict(expected)
+    # Round by round, so that a device that slows down affects every row, and rows of less weight are measured too.
+    while (key := next_to_run(done, seconds, until - time.monotonic(), args.rounds)) is not None:
+        row, begun = rows[key], time.monotonic()
         say(f"-- {key}")
 
         def run(name: str, key: str = key, row: Row = row) -> dict[str, Any]:
@@ -318,24 +340,23 @@ def main(argv: list[str] | None = None) -> None:
                 return measure(name, row, args.device, args.world)
             return _in_new_process(name, key, row, args.device, args.world)
 
-        if names:
-            measured[key] = {**asdict(row), "rounds": _measure_rounds(names, args.rounds, run, say)}
-    results = {
-        "rows": measured,
-        "world": args.world,
-        "num_rounds": args.rounds,
-        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
-        "driver": _driver() if args.device == "cuda" else "none",
-        "command": " ".join(["python -m benchmarks.gpu", *(sys.argv[1:] if argv is None else argv)]),
-        "where": where(),
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    text = gpu_page(results)
-    # Results of a trial must not appear in docs/performance.md.
-    name = "gpu" if args.device == "cuda" and not args.tiny else "gpu-trial"
-    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
-    (args.out / f"{name}.md").write_text(text)
-    print(text)
+        measured = results["rows"].setdefault(key, {**asdict(row), "rounds": []})
+        measured["rounds"].append(_measure_round(names[key], done[key], run, say))
+        done[key] += 1
+        seconds[key] = time.monotonic() - begun
+        # Where one row takes longer than expected, so will the others.
+        pace = max(1.0, *(seconds[other] / expected[other] for other, count in done.items() if count))
+        seconds.update({other: pace * expected[other] for other, count in done.items() if not count})
+        say(row_text(measured))
+        # After each row: nothing is lost if the command is ended.
+        name = "gpu" if args.device == "cuda" and not args.tiny else "gpu-trial"  # which no page shows
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
+        (args.out / f"{name}.md").write_text(gpu_page(results))
+    left_out = [key for key, count in done.items() if count == 0]
+    if left_out:
+        say(f"Left out, since {args.minutes:g} minutes are too short for them: {', '.join(left_out)}.")
+    say(describe(results))
 
 
 if __name__ == "__main__":

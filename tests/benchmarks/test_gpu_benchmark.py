@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu
-from benchmarks.gpu_rows import IMPLEMENTATIONS, PEERS, ROWS
+from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, PEERS, ROWS, next_to_run
 from benchmarks.link import HostStreams, Link, pretended
 from fsdp_flat.comm import torch_comm
 from tests.support import assert_equal
@@ -48,9 +48,38 @@ def test_a_trial_writes_json_and_tables_with_the_method_in_one_line(
     first = text.splitlines()[0]
     for part in ("CPU", torch.__version__, "`python -m benchmarks.gpu --device cpu", "communication emulated"):
         assert part in first
-    assert "**1.2B, 7 GB/s**" in text
+    assert "**1.2B, 7 GB/s, 1 round**" in text
     assert f"| {IMPLEMENTATIONS['flat-orig'].title} |" in text
-    assert text in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert first in said
+    assert gpu.row_text(results["rows"]["1.2B-60"]) in said
+
+
+def test_with_a_limit_the_rows_of_most_weight_are_measured_and_the_others_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(gpu, "measure", lambda *_: figures(1.0))
+    rows = ["--rows", "1.2B-60", "1.2B", "0.24B"]
+    gpu.main(["--device", "cpu", "--tiny", "--minutes", "1", "--out", str(tmp_path), *rows])
+    results = json.loads((tmp_path / "gpu-trial.json").read_text())
+    # Each look at the clock is 10 s later, so a row takes 10 s where 4 s are expected: two rows of three fit in 60 s.
+    assert list(results["rows"]) == ["1.2B-60", "1.2B"]
+    assert list(results["rows"]["1.2B-60"]["rounds"][0]) == list(FEW)
+    said = capsys.readouterr().out
+    assert said.index("**1.2B, 60 GB/s, 1 round**") < said.index("-- 1.2B\n"), "a row's table comes before the next row"
+    assert "1 minutes are too short for them: 0.24B." in said
+
+
+def test_the_next_to_run_is_the_first_that_fits_of_those_that_ran_least() -> None:
+    seconds = {"heavy": 60.0, "long": 200.0, "light": 10.0}
+    assert next_to_run({"heavy": 0, "long": 0, "light": 0}, seconds, 300.0) == "heavy"
+    assert next_to_run({"heavy": 1, "long": 0, "light": 0}, seconds, 240.0, most=3) == "long"
+    assert next_to_run({"heavy": 1, "long": 0, "light": 0}, seconds, 199.0, most=3) == "light"
+    assert next_to_run({"heavy": 1, "long": 0, "light": 1}, seconds, 100.0, most=3) == "heavy", "a second round"
+    assert next_to_run({"heavy": 1, "long": 0, "light": 1}, seconds, 100.0) is None
+    assert next_to_run({"heavy": 0, "long": 0, "light": 0}, seconds, 9.9) is None
 
 
 # -- the emulated link -----------------------------------------------------------------------------------------------
