@@ -8,38 +8,122 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
+import importlib.util
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy, fully_shard, offload_activations, offload_optimizer
+from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.gpu.accelerator import FACTOR, Recomputed, compute_device
+from tests.support.beside import OURS
+from tests.support.extended_tensors import Pair, SentInInt8
 from tests.support.kit import BLOCKS, ROWS, WIDTH, wrapped
-from tests.support.models import Stack
+from tests.support.models import Block, Stack
 
 NUM_RANKS = 8
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Arguments of OneRank by name.
-WAYS: dict[str, dict[str, Any]] = {
-    "full_shard": {"sharding_strategy": FULL},
-    "shard_grad_op": {"sharding_strategy": GRAD_OP},
-    "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    "bf16": {"sharding_strategy": FULL, "mixed_precision": LOW},
-    "bf16_shard_grad_op": {"sharding_strategy": GRAD_OP, "mixed_precision": LOW},
-    "fp16": {"sharding_strategy": FULL, "mixed_precision": MixedPrecision(torch.float16, torch.float16)},
-    "offload": {"sharding_strategy": FULL, "cpu_offload": CPUOffload(offload_params=True)},
-    "forward_prefetch": {"sharding_strategy": FULL, "forward_prefetch": True},
-    "accumulated": {"sharding_strategy": FULL, "micro_batches": 3},
-    "clipped": {"sharding_strategy": FULL, "clips": True},
-    "recomputed": {"sharding_strategy": FULL, "build": functools.partial(Recomputed, use_reentrant=False)},
-    "recomputed_reentrant": {"sharding_strategy": FULL, "build": functools.partial(Recomputed, use_reentrant=True)},
+# What a part of a quantized weight is a multiple of.
+_QUANTIZED_WIDTH = 64
+
+
+class Bare(nn.Module):
+    """Two linears without biases, whose weights may be of a class of their own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Adapted(nn.Module):
+    """A frozen linear in 4 bits beside an adapter that is trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base, self.down = nn.Linear(width, width, bias=False), nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+        # Blocks must not cross the parts of ranks.
+        weight = _torchao("quantization").NF4Tensor.from_tensor(
+            self.base.weight.detach(), block_size=32, scaler_block_size=4
+        )
+        self.base.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+def _extended(width: int, kind: Any) -> nn.Module:
+    model = Stack(width=width, block=Bare)
+    for block in model.blocks:
+        for linear in block.children():
+            linear.weight = nn.Parameter(kind(*[linear.weight.detach().clone() for _ in kind._NAMES]))
+    return model
+
+
+def _torchao(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it does not find here
+        return importlib.import_module(f"torchao.{name}")
+
+
+def _float8(width: int) -> nn.Module:
+    float8 = _torchao("float8")
+    model = Stack(width=max(width, _QUANTIZED_WIDTH), num_outputs=16, block=Bare)
+    # Matrix products are emulated where there are none in float8.
+    emulates = not torch.accelerator.is_available()
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=emulates)
+    float8.convert_to_float8_training(model.blocks, config=config)
+    return model
+
+
+def _nf4(width: int) -> nn.Module:
+    return Stack(width=max(width, _QUANTIZED_WIDTH), block=Adapted)
+
+
+ALL = OURS
+WRAPPERS, FULLY_SHARD = OURS[:2], OURS[2:]
+# The fronts and arguments of OneRank by name.
+WAYS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "full_shard": (ALL, {}),
+    "shard_grad_op": (ALL, {"strategy": GRAD_OP}),
+    "no_shard": (WRAPPERS, {"strategy": ShardingStrategy.NO_SHARD}),
+    "hybrid_shard": (ALL, {"strategy": ShardingStrategy.HYBRID_SHARD}),
+    "budget": (ALL, {"budget": "5MB"}),
+    "bf16": (ALL, {"precision": LOW}),
+    "bf16_shard_grad_op": (ALL, {"strategy": GRAD_OP, "precision": LOW}),
+    "fp16": (ALL, {"precision": MixedPrecision(torch.float16, torch.float16)}),
+    "offload": (ALL, {"offloads": True}),
+    "offloaded_activations": (ALL, {"offloads_activations": True}),
+    "offloaded_states": (ALL, {"offloads_states": True}),
+    "forward_prefetch": (WRAPPERS, {"forward_prefetch": True}),
+    "explicit_prefetch": (FULLY_SHARD, {"num_ahead": 2}),
+    "accumulated": (ALL, {"micro_batches": 3}),
+    "clipped": (ALL, {"clips": True}),
+    "recomputed": (ALL, {"build": functools.partial(Recomputed, use_reentrant=False)}),
+    "recomputed_reentrant": (WRAPPERS, {"build": functools.partial(Recomputed, use_reentrant=True)}),
+    "pairs": (FULLY_SHARD, {"build": functools.partial(_extended, kind=Pair)}),
+    "int8": (FULLY_SHARD, {"build": functools.partial(_extended, kind=SentInInt8), "precision": LOW}),
+    "float8": (FULLY_SHARD, {"build": _float8, "precision": LOW}),
+    "nf4": (FULLY_SHARD, {"build": _nf4, "precision": LOW}),
 }
+NEED_TORCHAO = ("float8", "nf4")
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+EVERY = [
+    (way, front) for way, (fronts, _) in WAYS.items() if HAS_TORCHAO or way not in NEED_TORCHAO for front in fronts
+]
 
 
 @contextmanager
@@ -59,40 +143,108 @@ class OneRank:
 
     Args:
         where: ``"cpu"`` or ``"accelerator"``.
-        build: makes the model from its width.
-        micro_batches: forwards and backwards of a step; all but the last are inside ``no_sync``.
-        clips: gradients are clipped before the optimizer's step.
-        kwargs: the wrapper's arguments.
+        way: a key of ``WAYS``.
+        front: one of the way's.
     """
 
-    def __init__(
-        self,
-        where: str,
-        *,
-        build: Callable[[int], nn.Module] = lambda width: Stack(width=width),
-        micro_batches: int = 1,
-        clips: bool = False,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, where: str, way: str = "full_shard", front: str = "flat") -> None:
         self.device = compute_device(where)
-        self._micro_batches = micro_batches
-        self._clips = clips
-        factor = FACTOR[where]
+        self._front, options = front, dict(WAYS[way][1])
+        build: Callable[[int], nn.Module] = options.pop("build", lambda width: Stack(width=width))
+        self._micro_batches, self._clips = options.pop("micro_batches", 1), options.pop("clips", False)
+        self._offloads_activations = options.pop("offloads_activations", False)
+        offloads_states = options.pop("offloads_states", False)
         with self.device:
-            module = build(WIDTH * factor)
-        self.model: FSDP = wrapped(module, auto_wrap_policy=BLOCKS, device_id=self.device, **kwargs)
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._rows = torch.randn(ROWS * factor, WIDTH * factor, device=self.device)
+            module: Any = build(WIDTH * FACTOR[where])
+        shape = (ROWS * FACTOR[where], module.first.in_features)
+        self.model: Any = (_fully_sharded if front == "fully_shard" else _wrapped)(
+            module, front, self.device, **options
+        )
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
+        if offloads_states:
+            offload_optimizer(self._optimizer)
+        self._rows = torch.randn(shape, device=self.device)
 
     def step(self) -> None:
         """Train one step. Nothing in it asks the device for a value."""
         for index in range(self._micro_batches):
-            with nullcontext() if index == self._micro_batches - 1 else self.model.no_sync():
-                self.model(self._rows).float().pow(2).mean().backward()
+            with self._reduces(is_last=index == self._micro_batches - 1):
+                with offload_activations(self.model, min_nbytes=1) if self._offloads_activations else nullcontext():
+                    loss = self.model(self._rows).float().pow(2).mean()
+                loss.backward()
         if self._clips:
-            self.model.clip_grad_norm_(1.0)
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def _reduces(self, *, is_last: bool) -> AbstractContextManager[None]:
+        if self._front == "fully_shard":
+            self.model.set_requires_gradient_sync(is_last)
+            return nullcontext()
+        context: AbstractContextManager[None] = nullcontext() if is_last else self.model.no_sync()
+        return context
+
+
+def _mesh(strategy: ShardingStrategy, device: torch.device) -> Any:
+    hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+    return init_device_mesh(device.type, (2, NUM_RANKS // 2) if hybrid else (NUM_RANKS,))
+
+
+def _wrapped(
+    module: nn.Module,
+    front: str,
+    device: torch.device,
+    *,
+    strategy: ShardingStrategy = FULL,
+    budget: str = "",
+    precision: MixedPrecision | None = None,
+    offloads: bool = False,
+    **kwargs: Any,
+) -> nn.Module:
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        kwargs["device_mesh"] = _mesh(strategy, device)
+    return wrapped(
+        module,
+        auto_wrap_policy=BLOCKS,
+        use_orig_params=front == "originals",
+        sharding_strategy=f"{strategy.name}:{budget}" if budget else strategy,
+        mixed_precision=precision,
+        cpu_offload=CPUOffload(offload_params=offloads),
+        device_id=device,
+        **kwargs,
+    )
+
+
+def _fully_sharded(
+    module: Any,
+    _front: str,
+    device: torch.device,
+    *,
+    strategy: ShardingStrategy = FULL,
+    budget: str = "",
+    precision: MixedPrecision | None = None,
+    offloads: bool = False,
+    num_ahead: int = 0,
+) -> nn.Module:
+    options: dict[str, Any] = {
+        "mesh": _mesh(strategy, device),
+        "reshard_after_forward": budget or (False if strategy is GRAD_OP else None),
+    }
+    if precision is not None:
+        dtypes = {name: asdict(precision)[name] for name in ("param_dtype", "reduce_dtype")}
+        options["mp_policy"] = MixedPrecisionPolicy(**dtypes)
+    if offloads:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+    blocks = [each for each in module.modules() if isinstance(each, (Block, Bare, Adapted))]
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(module, **options)
+    for index, block in enumerate(blocks if num_ahead else ()):
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + num_ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(0, index - num_ahead) : index][::-1])
+    sharded: nn.Module = module
+    return sharded
 
 
 def _race(device: torch.device) -> None:
@@ -107,20 +259,25 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.one_rank", description=__doc__)
     parser.add_argument("--where", choices=tuple(FACTOR), default="accelerator")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--race", action="store_true", help="use memory on two streams without order")
     args = parser.parse_args(argv)
     if args.race:
         _race(compute_device(args.where))
     num_steps = 0
     with pretended_group():
-        for options in WAYS.values():
-            for use_orig_params in (False, True):
-                rank = OneRank(args.where, use_orig_params=use_orig_params, **options)
-                for _ in range(args.steps):
-                    rank.step()
-                    num_steps += 1
+        for way, front in EVERY:
+            if way not in args.ways:
+                continue
+            print(f"{way}, {front}", flush=True)
+            rank = OneRank(args.where, way, front)
+            for _ in range(args.steps):
+                rank.step()
+                num_steps += 1
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+    if not HAS_TORCHAO:
+        print(f"left out, since torchao is not installed: {', '.join(NEED_TORCHAO)}")
     print(f"{num_steps} steps trained")
 
 
