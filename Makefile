@@ -50,10 +50,15 @@ test-versions:
 test-newest:
 	$(PYTHON) -m tests.versions --versions newest --short --if-possible --remove --limit 900
 
-# Everything that needs an accelerator, in less than 10 minutes: tests marked gpu (faults, examples), the stream
-# sanitizer, and tests of parity and clients over NCCL on ranks that share one GPU. Without one, CPU substitutes.
-gpu: $(INSTALLED)
-	$(BIN)/python -m tests.gpu
+# A machine with a GPU often has a torch of its own: where python3 has it, nothing is installed.
+WITH_TORCH := if $(PYTHON) -c 'import torch' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) $(INSTALLED) && python=$(BIN)/python; fi; $$python
+
+# Everything that needs an accelerator, in less than 10 minutes: the stream sanitizer, tests marked gpu (faults,
+# examples), and tests of parity and clients over NCCL on ranks that share one GPU. Without one, CPU substitutes.
+# To select parts, or with the benchmark: make gpu GPU="--only parity", make gpu GPU="--all --minutes 14".
+gpu:
+	$(WITH_TORCH) -m tests.gpu $(GPU)
 
 # Random programs compared with a plain replica; failing ones are shrunk, printed, and appended to a file.
 SEEDS ?= 1000
@@ -99,9 +104,10 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks --states $(BENCH)
 
-# One GPU, communication emulated. To select rows and the link: make bench-gpu BENCH="--rows 1.2B-60 --gbps 100".
-bench-gpu: $(INSTALLED)
-	$(BIN)/python -m benchmarks.gpu $(BENCH)
+# One GPU, communication emulated. What fits into a time, or rows and the link that are selected:
+# make bench-gpu BENCH="--minutes 8", make bench-gpu BENCH="--rows 1.2B-60 --gbps 100".
+bench-gpu:
+	$(WITH_TORCH) -m benchmarks.gpu $(BENCH)
 
 bench-scale: $(INSTALLED)
 	$(BIN)/python -m benchmarks.scale $(BENCH)

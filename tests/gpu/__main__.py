@@ -1,11 +1,15 @@
-"""``make gpu``: runs all that needs an accelerator, or without one what stands in for it on the CPU.
+"""Runs all that needs an accelerator, or without one what stands in for it on the CPU: ``python3 -m tests.gpu``.
 
-Parts run beside each other where there are cores for it, and each says how long it took. On a CUDA device tests beside
-torch's FSDP1 (:func:`parity_files`) and clients run over NCCL on ranks that share it (``tests/support/transport.py``).
+It needs torch, and for tests pytest and hypothesis; what is not installed is left out by name. Parts run beside each
+other where there are cores for it, in order of weight as far as time goes, and each prints its result when it ends.
+``--only parity`` selects parts, ``--all --minutes 14`` adds the benchmark, which gets the time that tests leave. On a
+CUDA device tests beside torch's FSDPs (:func:`parity_files`) and clients run over NCCL on ranks that share it
+(``tests/support/transport.py``).
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -13,46 +17,60 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_rows import next_to_run
+from tests.clients.conftest import NEEDS, missing
+from tests.gpu.one_rank import HAS_TORCHAO, NEED_TORCHAO
+
 ABSENT = "No accelerator here: what needs one is left out, and its placeholders run on the CPU."
-NO_CLIENTS = "The client libraries are not installed beside torch: their tests are left out."
 # Statuses of pytest, and of a part that was ended because it took too long.
 PASSED, NONE_COLLECTED, TOO_LONG = 0, 5, -1
 ROOT = Path(__file__).parents[2]
-# In all: parts that still run then are ended.
-LIMIT_S = 580.0
+MINUTES = 9.5
+# What tests take at most of the time of ``--all``; the benchmark gets the rest.
+TESTS_SHARE = 0.6
 # Processes that a part keeps busy: a session and its ranks.
 _CORES_OF_A_PART = 3
+# Seconds in which pytest prints what has failed, once its time is over.
+_CLOSING_S = 10.0
 _NUM_PARITY_PARTS = 4
 # Tests beside torch's FSDP1 that train by means of their own.
 _MORE_PARITY_FILES = ("test_local_calls.py", "test_torchs_test_helpers.py")
-_CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchtitan", "torchtnt")
-# Of tests/clients, those that take the ranks' device; the others name the CPU, or one device for each rank.
-_CLIENT_TESTS = ("test_hugging_face.py", "test_peft.py", "test_torchtitan.py", "test_transformers.py")
+# Tests beside torch's fully_shard that are of gloo, of the CPU, or of streams that are not the device's.
+_NOT_OVER_NCCL = (
+    "test_custom_collectives_of_fully_shard.py",
+    "test_hooks_and_events.py",
+    "test_modules_of_fully_shard.py",
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Part:
     """One thing to run.
 
     Attributes:
-        title: one line that says so.
+        name: by which ``--only`` selects it.
+        title: one line that says what it is.
         words: arguments of Python.
+        seconds: what it is expected to take, on an H200 or where it stands in on 2 cores.
         environ: what is added to the environment.
         is_pytest: it runs tests, which are counted.
     """
 
+    name: str
     title: str
     words: tuple[str, ...]
+    seconds: float
     environ: dict[str, str] = field(default_factory=dict)
     is_pytest: bool = False
 
@@ -69,49 +87,62 @@ class Counts:
         return f"{self.ran} tests ran, {self.failed} failed, {self.skipped} skipped"
 
 
-def commands(has_accelerator: bool, *, has_cuda: bool, has_clients: bool = False) -> list[Command]:
-    """Return what is to run, what takes longest first.
+BENCHMARK = Part("benchmark", "the benchmark of one GPU", ("benchmarks.gpu",), 120.0)
+
+
+def parts(has_accelerator: bool, *, has_cuda: bool, clients: Sequence[str] = ()) -> list[Part]:
+    """Return what is to run, in order of weight, without the benchmark of a GPU.
 
     Args:
         has_accelerator: there is one.
         has_cuda: it is a CUDA device, which NCCL and the sanitizer are for.
-        has_clients: the packages of ``tests/clients`` are installed.
+        clients: files of ``tests/clients`` whose packages are installed.
     """
     if not has_accelerator:
         tests = ("-m", "not gpu", "tests/gpu", "tests/rehearsal")
-        tiny = ("--device", "cpu", "--tiny", "--rounds", "1", "--rows", "1.2B-60")
+        tiny = ("benchmarks.gpu", "--device", "cpu", "--tiny", "--rounds", "1", "--minutes", "1", "--rows", "1.2B-60")
         return [
-            Command("tests on the CPU, and the rehearsal of an accelerator", tests, is_pytest=True),
-            Command("the benchmark on the CPU, at sizes where its figures mean nothing", ("benchmarks.gpu", *tiny)),
+            Part("tests", "tests on the CPU, and the rehearsal of an accelerator", tests, 300.0, is_pytest=True),
+            Part("trial", "the benchmark on the CPU, at sizes where its figures mean nothing", tiny, 30.0),
         ]
     if not has_cuda:
-        return [Command("tests marked gpu", ("-m", "gpu", "tests"), is_pytest=True)]
+        return [Part("devices", "tests marked gpu", ("-m", "gpu", "tests"), 240.0, is_pytest=True)]
     over_nccl = ("--transport", "nccl")
+    sanitized = {"TORCH_CUDA_SANITIZER": "1"}
+    # Those in tests/gpu start many programs (the examples) or train in many ways; the others are mostly faults.
+    faults = ("-m", "gpu", "--ignore=tests/gpu", "--ignore=tests/clients", "tests")
     found = [
-        Command(f"parity over NCCL, {number} of {_NUM_PARITY_PARTS}", (*over_nccl, *files), is_pytest=True)
+        Part("sanitizer", "the stream sanitizer", ("tests.gpu.one_rank",), 120.0, sanitized),
+        Part("devices", "tests marked gpu in tests/gpu", ("-m", "gpu", "tests/gpu"), 150.0, is_pytest=True),
+        Part("faults", "tests marked gpu, faults among them", faults, 120.0, is_pytest=True),
+    ]
+    found += [
+        Part(
+            f"parity-{number}",
+            f"parity over NCCL, {number} of {_NUM_PARITY_PARTS}",
+            (*over_nccl, *files),
+            120.0,
+            is_pytest=True,
+        )
         for number, files in enumerate(_parity_parts(), start=1)
     ]
-    # Those in tests/gpu start many programs (the examples) or train in many ways; the others are mostly faults.
-    found += [
-        Command("tests marked gpu in tests/gpu", ("-m", "gpu", "tests/gpu"), is_pytest=True),
-        Command("tests marked gpu, faults among them", ("-m", "gpu", "--ignore=tests/gpu", "tests"), is_pytest=True),
-        Command("the stream sanitizer", ("tests.gpu.one_rank",), {"TORCH_CUDA_SANITIZER": "1"}),
-    ]
-    if has_clients:
-        files = tuple(f"tests/clients/{name}" for name in _CLIENT_TESTS)
-        found.append(Command("clients over NCCL", (*over_nccl, *files), is_pytest=True))
+    if clients:
+        files = tuple(f"tests/clients/{name}" for name in clients)
+        found.append(Part("clients", "clients over NCCL", (*over_nccl, *files), 100.0, is_pytest=True))
     return found
 
 
 def parity_files() -> list[Path]:
-    """Return the files of tests that train beside torch's FSDP1, those of its own suites' cases among them."""
-    return [
-        path
-        for path in (ROOT / "tests").glob("*/test_*.py")
-        if "torch_cases" in path.name
-        or path.name in _MORE_PARITY_FILES
-        or re.search(r"^from tests\.support\.(both_sides|torch_and_ours) import", path.read_text(), re.MULTILINE)
-    ]
+    """Return the files of tests that train beside torch's FSDPs, those of its own suites' cases among them."""
+    return [path for path in (ROOT / "tests").glob("*/test_*.py") if _is_parity(path)]
+
+
+def _is_parity(path: Path) -> bool:
+    text = path.read_text()
+    is_of_helpers = re.search(r"^from tests\.support\.(both_sides|torch_and_ours) import", text, re.MULTILINE)
+    is_beside = re.search(r"^from tests\.support\.beside import [^)]*?\b(BOTH|FRONTS_AND_TORCH)\b", text, re.MULTILINE)
+    is_named = "torch_cases" in path.name or path.name in _MORE_PARITY_FILES
+    return bool(is_named or is_of_helpers or (is_beside and path.name not in _NOT_OVER_NCCL))
 
 
 def _parity_parts() -> list[tuple[str, ...]]:
@@ -124,7 +155,7 @@ def _parity_parts() -> list[tuple[str, ...]]:
 
 
 def verdict(status: int, counts: Counts | None, *, may_skip: bool) -> str | None:
-    """Say why a command counts as failed, or return None if it does not.
+    """Say why a part counts as failed, or return None if it does not.
 
     Args:
         status: its exit status.
@@ -132,7 +163,7 @@ def verdict(status: int, counts: Counts | None, *, may_skip: bool) -> str | None
         may_skip: tests may be skipped, all of them too.
     """
     if status == TOO_LONG:
-        return f"ended after the {LIMIT_S:.0f} s that all parts have"
+        return "ended, since its time was over"
     if status == NONE_COLLECTED and counts is not None and counts.ran == 0:
         return None if may_skip else "no test was selected"
     if status != PASSED:
@@ -155,7 +186,7 @@ def counts_in(report: Path) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Describes a command that has ended.
+    """Describes a part that has ended.
 
     Attributes:
         status: its exit status, or ``TOO_LONG``.
@@ -168,88 +199,155 @@ class Done:
     output: str = ""
 
 
-def run_command(command: Command, until: float) -> Done:
-    """Run a command; end it and its processes at the time ``until`` of the monotonic clock."""
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", **command.environ}
+def run_part(part: Part, until: float) -> Done:
+    """Run a part; end it and its processes at the time ``until`` of the monotonic clock."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", **part.environ}
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.xml", Path(folder) / "log"
-        prefix = ["pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"] if command.is_pytest else []
-        words = [sys.executable, "-m", *prefix, *command.words]
+        prefix = ["pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"] if part.is_pytest else []
+        words = [sys.executable, "-m", *prefix, *part.words]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 words, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                status = process.wait(max(0.0, until - time.monotonic()))
+                status = process.wait(max(0.0, until - time.monotonic() - _CLOSING_S))
             except subprocess.TimeoutExpired:
                 status = TOO_LONG
-                # Ranks end by themselves when the session has ended.
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        return Done(status, counts_in(report) if command.is_pytest else None, log.read_text(errors="replace"))
+                _end(process)
+        return Done(status, counts_in(report) if part.is_pytest else None, log.read_text(errors="replace"))
 
 
-def run_all(
-    has_accelerator: bool,
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a part and its processes; pytest gets a moment to print what has failed so far."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_CLOSING_S)
+    # Ranks end by themselves when the session has ended.
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def run_parts(
+    selected: Sequence[Part],
     *,
-    has_cuda: bool,
-    has_clients: bool = False,
+    seconds: float,
+    may_skip: bool,
     num_cores: int | None = None,
-    run: Callable[[Command, float], Done] = run_command,
+    run: Callable[[Part, float], Done] = run_part,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
 ) -> int:
-    """Run everything, also after a failure; returns 1 if anything failed, else 0.
+    """Run parts beside each other, the benchmark alone after them; returns 1 if anything failed, else 0.
 
     Args:
-        has_accelerator, has_cuda, has_clients: as for :func:`commands`.
+        selected: parts in order of weight.
+        seconds: time for all: a part that cannot be expected to end in it is left out, one that has not is ended.
+        may_skip: tests may be skipped, all of them too.
         num_cores: cores of this machine, by which parts run beside each other.
-        run: runs a command until a time at most.
+        run: runs a part until a time at most.
         say: prints a line.
     """
-    if not has_accelerator:
-        say(ABSENT)
-    elif has_cuda and not has_clients:
-        say(NO_CLIENTS)
     begun = time.monotonic()
-    num_beside = max(1, (num_cores or os.cpu_count() or 1) // _CORES_OF_A_PART)
-    took: dict[str, float] = {}
+    tests = {part.name: part for part in selected if part.name != BENCHMARK.name}
+    has_both = 0 < len(tests) < len(selected)
+    tests_until = begun + seconds * (TESTS_SHARE if has_both else 1.0)
+    num_beside = max(1, min(len(tests), (num_cores or os.cpu_count() or 1) // _CORES_OF_A_PART))
+    expected = {name: part.seconds for name, part in tests.items()}
+    done = dict.fromkeys(tests, 0)
+    results: list[str] = []
+    failed: list[str] = []
+    lock = threading.Lock()
 
-    def timed(command: Command) -> Done:
+    def finish(part: Part, until: float) -> None:
         start = time.monotonic()
-        try:
-            return run(command, begun + LIMIT_S)
-        finally:
-            took[command.title] = time.monotonic() - start
+        result = run(part, until)
+        problem = verdict(result.status, result.counts, may_skip=may_skip)
+        told = [] if result.counts is None else [str(result.counts)]
+        line = (
+            f"-- {time.monotonic() - start:6.1f} s  {part.name}: {part.title}: {'; '.join([*told, problem or 'well'])}"
+        )
+        with lock:
+            say(f"-- {part.name}\n{result.output.rstrip()}")
+            say(line)
+            results.append(line)
+            failed.extend([part.name] if problem else [])
 
-    failed = []
-    closing = []
+    def work() -> None:
+        while True:
+            with lock:
+                name = next_to_run(done, expected, tests_until - time.monotonic())
+                if name is None:
+                    return
+                done[name] = 1
+            finish(tests[name], tests_until)
+
     with ThreadPoolExecutor(num_beside) as threads:
-        parts = commands(has_accelerator, has_cuda=has_cuda, has_clients=has_clients)
-        running = {threads.submit(timed, command): command for command in parts}
-        for future in as_completed(running):
-            command, done = running[future], future.result()
-            problem = verdict(done.status, done.counts, may_skip=not has_accelerator)
-            failed += [] if problem is None else [command]
-            say(f"-- {command.title}")
-            say(done.output.rstrip())
-            told = [] if done.counts is None else [str(done.counts)]
-            closing.append(f"-- {took[command.title]:6.1f} s  {command.title}: {'; '.join([*told, problem or 'well'])}")
-    for line in closing:
+        for future in [threads.submit(work) for _ in range(num_beside)]:
+            future.result()
+    until = begun + seconds
+    left_out = [tests[name] for name, count in done.items() if not count]
+    for part in (part for part in selected if part.name == BENCHMARK.name):
+        left_s = until - time.monotonic()
+        if left_s < part.seconds:
+            left_out.append(part)
+        else:
+            finish(replace(part, words=(*part.words, "--minutes", f"{left_s / 60:.2f}")), until)
+    say("-- results")
+    for line in results:
         say(line)
+    for part in left_out:
+        say(f"-- left out: {part.name}, which is expected to take {part.seconds:.0f} s")
     say(f"-- {time.monotonic() - begun:6.1f} s  in all, {num_beside} parts beside each other")
     return int(bool(failed))
 
 
-def _has_clients() -> bool:
-    return all(importlib.util.find_spec(name) for name in _CLIENTS)
+def select(every: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Return the parts whose names begin with one of ``only``, all if it is empty.
+
+    Raises:
+        ValueError: no part has such a name.
+    """
+    for name in only:
+        if not any(part.name.startswith(name) for part in every):
+            raise ValueError(f"no part is called {name!r} here; there are {', '.join(part.name for part in every)}.")
+    return [part for part in every if not only or part.name.startswith(tuple(only))]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what this machine can; takes no arguments."""
-    if argv:
-        raise SystemExit(f"make gpu takes no arguments, got {list(argv)}: the benchmark is make bench-gpu.")
-    return run_all(torch.accelerator.is_available(), has_cuda=torch.cuda.is_available(), has_clients=_has_clients())
+    """Run what this machine can."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="parts, or the beginnings of their names")
+    parser.add_argument("--all", action="store_true", help="the benchmark too")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help=f"time for everything ({MINUTES:g})")
+    args = parser.parse_args(argv)
+    if args.minutes <= 0:
+        parser.error(f"--minutes is a time above 0, got {args.minutes:g}")
+    has_accelerator, has_cuda = torch.accelerator.is_available(), torch.cuda.is_available()
+    clients = [name for name in NEEDS if not missing(name)]
+    every = parts(has_accelerator, has_cuda=has_cuda, clients=clients)
+    if not has_accelerator:
+        print(ABSENT)
+    if has_cuda:
+        every += [BENCHMARK]
+        for name in NEEDS:
+            if missing(name):
+                print(f"Left out: tests/clients/{name}, since {' and '.join(missing(name))} is not installed.")
+        if not HAS_TORCHAO:
+            print(f"Left out: {' and '.join(NEED_TORCHAO)} weights of one rank, since torchao is not installed.")
+    without = [name for name in ("pytest", "hypothesis") if not importlib.util.find_spec(name)]
+    if without:
+        print(f"Left out: all tests, since {' and '.join(without)} is not installed.")
+        every = [part for part in every if not part.is_pytest]
+    try:
+        selected = select(every, args.only)
+    except ValueError as error:
+        parser.error(f"--only: {error}")
+    if not args.all and not args.only:
+        selected = [part for part in selected if part.name != BENCHMARK.name]
+    return run_parts(selected, seconds=60 * args.minutes, may_skip=not has_accelerator)
 
 
 if __name__ == "__main__":

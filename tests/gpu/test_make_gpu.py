@@ -1,75 +1,126 @@
-"""``make gpu`` runs what the machine can: everything on an accelerator, placeholders without one."""
+"""``python -m tests.gpu`` runs what the machine can in the time that there is: placeholders without an accelerator."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from tests.gpu.__main__ import (
-    ABSENT,
-    NO_CLIENTS,
-    ROOT,
-    Command,
-    Counts,
-    Done,
-    commands,
-    parity_files,
-    run_all,
-)
+import tests.gpu.__main__ as program
+from tests.clients.conftest import NEEDS
+from tests.gpu.__main__ import BENCHMARK, ROOT, TOO_LONG, Counts, Done, Part, parity_files, parts, run_parts, select
+
+GPU = {"has_cuda": True, "clients": list(NEEDS)}
 
 
-def outcome(
-    has_accelerator: bool, answers: dict[str, Done], *, has_cuda: bool | None = None, **options: Any
-) -> tuple[int, list[Command], list[str]]:
-    """Return the status, what was run and what was said, where commands answer by their first word."""
-    ran: list[Command] = []
-    said: list[str] = []
+class Machine:
+    """Runs parts in no time, on a clock that each of them turns.
 
-    def run(command: Command, _until: float) -> Done:
-        ran.append(command)
-        return answers.get(command.words[0], Done(0, Counts(3, 0, 1) if command.is_pytest else None, "its output"))
+    Args:
+        answers: what parts answer, by their names; the others are well.
+        pace: how many times longer a part takes than is expected of it.
+    """
 
-    cuda = has_accelerator if has_cuda is None else has_cuda
-    return run_all(has_accelerator, has_cuda=cuda, num_cores=1, run=run, say=said.append, **options), ran, said
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, Done] | None = None, pace: float = 1.0):
+        self.answers, self.pace, self.now = answers or {}, pace, 0.0
+        self.ran: list[Part] = []
+        self.said: list[str] = []
+        monkeypatch.setattr(program.time, "monotonic", lambda: self.now)
+
+    def run(self, part: Part, until: float) -> Done:
+        self.ran.append(part)
+        end = self.now + self.pace * part.seconds
+        self.now = min(end, until)
+        if end > until:
+            return Done(TOO_LONG, None, "half of it")
+        return self.answers.get(part.name, Done(0, Counts(3, 0, 1) if part.is_pytest else None, "its output"))
+
+    def __call__(self, selected: Sequence[Part], seconds: float = 1e6, *, may_skip: bool = False) -> int:
+        # On one core the parts run one after another.
+        return run_parts(selected, seconds=seconds, may_skip=may_skip, num_cores=1, run=self.run, say=self.said.append)
+
+    def names(self) -> list[str]:
+        return [part.name for part in self.ran]
 
 
-def test_without_an_accelerator_the_stand_ins_run_and_all_is_well() -> None:
-    status, ran, said = outcome(False, {})
-    assert status == 0
-    assert said[0] == ABSENT
-    assert "\n" not in ABSENT
-    assert ran[0].words == ("-m", "not gpu", "tests/gpu", "tests/rehearsal")
-    assert ran[1].words[:4] == ("benchmarks.gpu", "--device", "cpu", "--tiny")
-    assert not any("TORCH_CUDA_SANITIZER" in command.environ for command in ran)
-    assert "its output" in said
-    assert any("3 tests ran, 0 failed, 1 skipped; well" in line for line in said)
+def test_without_an_accelerator_the_stand_ins_run_and_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    assert machine(parts(False, has_cuda=False), may_skip=True) == 0
+    assert machine.ran[0].words == ("-m", "not gpu", "tests/gpu", "tests/rehearsal")
+    assert machine.ran[1].words[:4] == ("benchmarks.gpu", "--device", "cpu", "--tiny")
+    assert not any("TORCH_CUDA_SANITIZER" in part.environ for part in machine.ran)
+    assert "-- tests\nits output" in machine.said
+    assert any("3 tests ran, 0 failed, 1 skipped; well" in line for line in machine.said)
 
 
-def test_with_a_gpu_parity_sanitizer_faults_examples_and_clients_run() -> None:
-    status, ran, said = outcome(True, {}, has_clients=True)
-    assert status == 0
-    assert not {ABSENT, NO_CLIENTS} & set(said)
-    words = [command.words for command in ran]
-    over_nccl = [part for part in words if part[:2] == ("--transport", "nccl")]
-    files = sorted(path for part in over_nccl for path in part[2:])
-    clients = [path for path in files if path.startswith("tests/clients/")]
+def test_with_a_gpu_the_sanitizer_runs_once_then_marked_tests_parity_and_clients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch)
+    assert machine(parts(True, **GPU)) == 0
+    assert machine.names() == ["sanitizer", "devices", "faults", *(f"parity-{n}" for n in range(1, 5)), "clients"]
+    over_nccl = [part.words for part in machine.ran if part.words[:2] == ("--transport", "nccl")]
+    files = sorted(path for words in over_nccl for path in words[2:])
     parity = sorted(path.relative_to(ROOT).as_posix() for path in parity_files())
-    assert [path for path in files if path not in clients] == parity, "each file once"
+    assert files == sorted([*parity, *(f"tests/clients/{name}" for name in NEEDS)]), "each file once"
     assert {"tests/training/test_training.py", "tests/training/test_torch_cases_core.py"} <= set(parity)
-    assert len(clients) == 4
+    assert {"tests/training/test_step_cases.py", "tests/mixed_precision/test_fully_shard.py"} <= set(parity)
     assert all((ROOT / path).exists() for path in files)
-    assert ("-m", "gpu", "tests/gpu") in words
-    assert ("-m", "gpu", "--ignore=tests/gpu", "tests") in words
-    assert [command.environ for command in ran if command.words == ("tests.gpu.one_rank",)] == [
-        {"TORCH_CUDA_SANITIZER": "1"}
+    assert [part.words for part in machine.ran if part.environ == {"TORCH_CUDA_SANITIZER": "1"}] == [
+        ("tests.gpu.one_rank",)
     ]
 
 
-@pytest.mark.parametrize("has_accelerator", [False, True])
-def test_a_failure_is_told_and_the_rest_runs(has_accelerator: bool) -> None:
-    status, ran, said = outcome(has_accelerator, {"-m": Done(1, Counts(4, 2, 0), "what failed")})
-    assert status == 1
-    assert len(ran) == len(commands(has_accelerator, has_cuda=has_accelerator))
-    assert "what failed" in said
-    assert any("4 tests ran, 2 failed, 0 skipped; status 1" in line for line in said)
+def test_a_failure_is_told_when_the_part_ends_and_the_rest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, {"devices": Done(1, Counts(4, 2, 0), "what failed")})
+    every = parts(True, **GPU)
+    assert machine(every) == 1
+    assert machine.names() == [part.name for part in every]
+    told = next(
+        index for index, line in enumerate(machine.said) if "4 tests ran, 2 failed, 0 skipped; status 1" in line
+    )
+    assert machine.said[told - 1] == "-- devices\nwhat failed"
+    assert told < machine.said.index("-- faults\nits output")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pace", "expected"),
+    [
+        # 60 % are for tests, and the benchmark gets what they leave.
+        (900.0, 1.0, ["sanitizer", "devices", "faults", "parity-1", "benchmark"]),
+        # The part that is too long is left out, a shorter one of less weight is not.
+        (480.0, 1.0, ["sanitizer", "devices", "benchmark"]),
+        (440.0, 1.0, ["sanitizer", "faults", "benchmark"]),
+        # Where parts take longer than is expected of them, the last one is ended, and the benchmark has its time.
+        (900.0, 2.0, ["sanitizer", "devices", "benchmark"]),
+        # Too little for the benchmark.
+        (190.0, 1.0, ["clients"]),
+    ],
+)
+def test_parts_run_in_order_of_weight_as_far_as_time_goes(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, pace: float, expected: list[str]
+) -> None:
+    machine = Machine(monkeypatch, pace=pace)
+    machine([*parts(True, **GPU), BENCHMARK], seconds)
+    assert machine.names() == expected
+    assert machine.now <= seconds
+    left_out = [line for line in machine.said if line.startswith("-- left out")]
+    assert len(left_out) == 9 - len(expected)
+
+
+def test_the_benchmark_is_told_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine([*parts(True, **GPU), BENCHMARK], 900.0)
+    # 120, 150, 120 and 120 s are gone.
+    assert machine.ran[-1].words == ("benchmarks.gpu", "--minutes", "6.50")
+
+
+def test_parts_are_selected_by_the_beginnings_of_their_names() -> None:
+    every = parts(True, **GPU)
+    assert [part.name for part in select(every, ["parity", "clients"])] == [
+        *(f"parity-{number}" for number in range(1, 5)),
+        "clients",
+    ]
+    assert select(every, []) == every
+    with pytest.raises(ValueError, match="no part is called 'client_s' here; there are sanitizer, devices"):
+        select(every, ["client_s"])
