@@ -24,7 +24,7 @@ from tests.rehearsal.streams import Machine, Queue
 
 aten = torch.ops.aten
 _ROOT = str(Path(__file__).resolve().parents[2])
-_LIBRARY = str(Path(_ROOT, "fsdp_flat"))
+_LIBRARY, _TESTS = str(Path(_ROOT, "fsdp_flat")), str(Path(_ROOT, "tests"))
 # Files whose functions pass operations on: of the rehearsal, and the one that stands in for torch.autograd.backward.
 _WATCHERS = {
     *(str(Path(__file__).resolve().with_name(name)) for name in ("memory.py", "overlap.py")),
@@ -62,7 +62,7 @@ def is_issued_by_library() -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_ROOT) and path not in _WATCHERS:
+        if path.startswith((_LIBRARY, _TESTS)) and path not in _WATCHERS:
             return bool(path.startswith(_LIBRARY))
         frame = frame.f_back
     return False
