@@ -46,6 +46,7 @@ def check_gradients_set(step: Step, what: str) -> None:
         )
 
 
+@torch.no_grad()
 def clip_grads(
     units: Iterable[Unit],
     unmanaged: Iterable[torch.Tensor],
@@ -86,7 +87,6 @@ def clip_grads(
                 is_meant = among is None or param in among
                 managed += [param] if is_meant else []
                 split_over(rank_group, adapter).append((param.dtype, grad if is_meant else None))
-    split_over(ALONE, PLAIN)
     for other in unmanaged:
         adapter = adapter_if_dtensor(other)
         grad = None if other.grad is None else adapter.to_local(other.grad)
@@ -95,10 +95,13 @@ def clip_grads(
             # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
             # optimizer reads.
             other.grad = adapter.from_local(grad)
+    if not by_groups:
+        split_over(ALONE, PLAIN)
     device = next((param_group.spec.device for unit in units for param_group in unit.param_groups), torch.device("cpu"))
     dtype = functools.reduce(torch.promote_types, list(map(_norm_dtype, by_groups.values())))
-    parts = [_norm_over(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()]
-    total = _joined(torch.stack(parts), norm_type)
+    total = _joined(
+        [_power_sum(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()], norm_type
+    )
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "
@@ -122,29 +125,41 @@ def clip_grads(
             )
         return total
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    with torch.no_grad():
-        for grad in grads:
-            grad.mul_(factor.to(grad.device, grad.dtype))
+    for some in _by_kind(grads):
+        torch._foreach_mul_(some, factor.to(some[0].device, some[0].dtype))
     return total.to(functools.reduce(torch.promote_types, dtypes).to_real())
 
 
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Collection[list[torch.Tensor]]:
+    """Group tensors by device and dtype; an operation on a list launches as few kernels as for one of its tensors."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.values()
+
+
+@torch.no_grad()
 def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Return the norm of order ``norm_type`` of some gradients as one vector, a scalar of ``dtype`` on ``device``."""
-    some = [grad.detach() for grad in grads if grad.numel() > 0]
-    if not some:
+    norms = [
+        torch.stack(
+            torch._foreach_norm(some, norm_type, dtype=dtype.to_complex() if some[0].is_complex() else dtype)
+        ).to(device)
+        for some in _by_kind(grad for grad in grads if grad.numel() > 0)
+    ]
+    if not norms:
         # The norm that adds nothing to that of other gradients: norms of a negative order become smaller with each.
         return torch.full((), math.inf if norm_type < 0 else 0.0, dtype=dtype, device=device)
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=dtype.to_complex() if grad.is_complex() else dtype).to(device)
-        for grad in some
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return torch.linalg.vector_norm(norms[0] if len(norms) == 1 else torch.cat(norms), norm_type)
 
 
-def _norm_over(
+def _power_sum(
     rank_groups: tuple[RankGroup, ...], split: _SplitGrads, norm_type: float, device: torch.device
 ) -> torch.Tensor:
-    """Return the norm of gradients that are split over groups, the same on every rank of them."""
+    """Return the ``norm_type``-th power of the norm of gradients that are split over groups, the same on every rank.
+
+    For the order 0 it is the norm of norms, and for inf and -inf the norm itself.
+    """
     grads, dtype = [grad for _, grad in split], _norm_dtype(split)
     connected = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     if norm_type == 0:
@@ -152,22 +167,25 @@ def _norm_over(
         counts = torch.zeros(len(grads), dtype=dtype, device=device)
         for at, grad in enumerate(grads):
             if grad is not None:
-                counts[at] = (grad.detach() != 0).any()
+                counts[at] = (grad != 0).any()
         for rank_group in connected:
             counts = begin_all_reduce(counts, rank_group, largest=True, collective=_DOING).wait()
         return counts.sum()
     norm = local_norm([grad for grad in grads if grad is not None], norm_type, device, dtype)
+    if not math.isinf(norm_type):
+        norm = norm.pow(norm_type)
+        for rank_group in connected:
+            norm = begin_all_reduce(norm, rank_group, collective=_DOING).wait()
+        return norm
     sign = math.copysign(1.0, norm_type)
     for rank_group in connected:
-        if math.isinf(norm_type):
-            norm = sign * begin_all_reduce(sign * norm, rank_group, largest=True, collective=_DOING).wait()
-        else:
-            norm = begin_all_reduce(norm.pow(norm_type), rank_group, collective=_DOING).wait().pow(1.0 / norm_type)
+        norm = sign * begin_all_reduce(sign * norm, rank_group, largest=True, collective=_DOING).wait()
     return norm
 
 
-def _joined(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of all gradients, from those of several groups of them."""
+def _joined(parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the norm of all gradients, from what :func:`_power_sum` returned for several groups of them."""
     if math.isinf(norm_type):
-        return norms.max() if norm_type > 0 else norms.min()
-    return norms.sum() if norm_type == 0 else norms.pow(norm_type).sum().pow(1.0 / norm_type)
+        return torch.stack(parts).max() if norm_type > 0 else torch.stack(parts).min()
+    total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    return total if norm_type == 0 else total.pow(1.0 / norm_type)

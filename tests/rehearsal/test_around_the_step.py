@@ -20,6 +20,7 @@ from tests.rehearsal.models import (
     BOTH_KINDS,
     EVERY_STRATEGY,
     PAIRS,
+    on_device,
 )
 from tests.support.kit import WIDTH
 from tests.support.steps import mesh_for
@@ -163,6 +164,26 @@ def test_quantized_collectives_are_ordered(use_orig_params: bool) -> None:
         use_collectives(model, all_gather=QuantizedAllGather(), reduce_scatter=QuantizedReduceScatter())
         train(run, model)
     run.check()
+
+
+@BOTH_KINDS
+def test_gradients_are_clipped_by_as_many_operations_for_20_parameters_as_for_2(use_orig_params: bool) -> None:
+    issued = []
+
+    def clip(model: nn.Module) -> None:
+        run.recorder.log.clear()
+        model.clip_grad_norm_(1.0)  # type: ignore[operator]
+        issued.append([op for op in run.recorder.log if op != "aten::promote_types"])
+
+    for num_layers in (1, 10):
+        with rehearsal() as run:
+            layers = on_device(lambda n=num_layers: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(n)]))
+            model = run.wrap(layers, use_orig_params=use_orig_params, auto_wrap_policy=None)
+            train(run, model, num_steps=1, before_step=clip)
+    few, many = issued
+    assert few == many
+    assert {"aten::_foreach_norm", "all_reduce", "aten::_foreach_mul_"} <= set(many)
+    assert len(many) <= 11, many
 
 
 @BOTH_KINDS
