@@ -57,11 +57,11 @@ class ParamGroup:
     def __init__(self, params: Sequence[ManagedParam], spec: ParamGroupSpec) -> None:
         self.spec = spec = replace(spec)
         first = params[0].param
-        trainable = first.dtype.is_floating_point and first.requires_grad
-        self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
+        self._use_compute_dtype(first.dtype)
         self.layout = layout = self._layout_of(params)
         self.params = list(params)
         self.storage, plan = self._stored(is_tensors=is_subclass(first.data))
+        self.orig_dtype = self.storage.empty().dtype
         self.storage_epoch = self.num_updates = self._weights_epoch = 0
         self._versions: tuple[int, ...] = ()
         self.pool = MemoryPool()
@@ -76,14 +76,10 @@ class ParamGroup:
         """Return where the shards are kept, and what the slots hold while the parameters are sharded."""
         spec, layout = self.spec, self.layout
         if spec.per_param is None:
-            flat = FlatStorage(self.params, layout, spec, self.orig_dtype)
+            flat = FlatStorage(self.params, layout, spec)
             return flat, OriginalsPlan(flat) if spec.use_orig_params else FlatPlan(flat)
         assert isinstance(layout, PerParamLayout)
-        storage = (
-            TensorStorage(self.params, layout, spec)
-            if is_tensors
-            else FlatStorage(self.params, layout, spec, self.orig_dtype)
-        )
+        storage = (TensorStorage if is_tensors else FlatStorage)(self.params, layout, spec)
         self.dtensors = DTensorPlan(spec.per_param, layout, spec.rank, storage)
         return storage, self.dtensors
 
@@ -151,10 +147,9 @@ class ParamGroup:
 
     # -- dtypes, and the output of the compute dtype -----------------------------------------------------------------
 
-    def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
-        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
+    def _use_compute_dtype(self, given: torch.dtype) -> None:
+        """Compute in the spec's dtype (floats only), or else in ``given``, and reduce by the spec likewise."""
         spec, floating = self.spec, given.is_floating_point
-        self.orig_dtype = stored
         self.compute_dtype = self._low_dtype = (spec.compute_dtype if floating else None) or given
         self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
 
@@ -279,7 +274,9 @@ class ParamGroup:
     def _rebuild(self) -> None:
         self.storage_epoch += 1
         spec, shard = self.spec, self.storage.empty()
-        self._use_dtypes(shard.dtype, shard.dtype)
+        if shard.dtype != self.orig_dtype:
+            self.orig_dtype = shard.dtype
+            self._use_compute_dtype(shard.dtype)
         if shard.device != spec.shard_device and spec.device == spec.shard_device:
             spec.device = shard.device
         spec.shard_device = shard.device

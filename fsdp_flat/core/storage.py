@@ -105,23 +105,21 @@ class Storage(ABC):
 
 
 class FlatStorage(Storage):
-    """Keeps the shards as the data of a flat parameter; local tensors are views of it.
-
-    Args:
-        dtype: of the shards.
-    """
+    """Keeps the shards as the data of a flat parameter; local tensors are views of it."""
 
     flat_param: nn.Parameter
 
-    def __init__(self, params: list[ManagedParam], layout: Layout, spec: ParamGroupSpec, dtype: torch.dtype) -> None:
+    def __init__(self, params: list[ManagedParam], layout: Layout, spec: ParamGroupSpec) -> None:
         super().__init__(params, layout, spec)
-        rank, device = spec.rank, spec.shard_device
+        first, rank, device = params[0].param, spec.rank, spec.shard_device
+        trains = first.requires_grad and first.is_floating_point()
+        dtype = (spec.master_dtype if trains else None) or first.dtype
         is_offloaded = device.type == "cpu" and spec.device.type != "cpu"
         shard = torch.empty(layout.shard_numel, dtype=dtype, device=device, pin_memory=is_offloaded)
         layout.clear_padding(shard, rank)
         for own in layout.local_shards(rank):
             shard[own.in_shard.to_slice()].copy_(layout.local_part(own.index, rank, params[own.index].param.detach()))
-        self.flat_param = as_flat_parameter(nn.Parameter(shard, params[0].param.requires_grad))
+        self.flat_param = as_flat_parameter(nn.Parameter(shard, first.requires_grad))
         self.place_of = place_function(shard)
 
     def _new_output(self, dtype: torch.dtype) -> AllGatherOutput:

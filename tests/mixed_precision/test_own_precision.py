@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -118,6 +119,26 @@ def test_masters_compute_as_the_bf16_model_does(use_orig_params: bool, rank: int
     average_gradients(plain)
     expected = {name: param.grad.float() for name, param in plain.named_parameters() if param.grad is not None}
     assert_near(grads_or_zeros(model), expected, 1e-2, "gradients")
+
+
+@ORIG_PARAMS
+@pytest.mark.parametrize("in_full", [False, True], ids=["bf16 of fp32 masters", "fp32 of an evaluation"])
+@on_ranks(2)
+def test_compute_stays_in_its_dtype_when_the_shards_move(in_full: bool, use_orig_params: bool, rank: int) -> None:
+    given, precision = (
+        (FP32, MixedPrecision(param_dtype=BF16)) if in_full else (BF16, MixedPrecision(master_dtype=FP32))
+    )
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = str(int(in_full))
+    model = sharded(
+        small_model().to(given), classes=(), use_orig_params=use_orig_params, mixed_precision=precision
+    ).train(not in_full)
+    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    x = batches(2)[rank].to(given)
+    before, state = model(x), model.state_dict()
+    model.to_empty(device="cpu").load_state_dict(state)
+    after = model(x)
+    assert before.dtype == after.dtype == given
+    assert torch.equal(before, after)
 
 
 @ORIG_PARAMS
