@@ -38,6 +38,7 @@ setup(
         "pictures": PICTURES,
         "progress": ["tqdm"],
         "safetensors": ["safetensors"],
+        "hub": ["huggingface_hub"],
         "migrate": MIGRATE,
         "cli": CLI,
         "clients": CLIENTS,

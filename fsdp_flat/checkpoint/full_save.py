@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,10 +33,14 @@ from fsdp_flat.comm import (
 from fsdp_flat.core import local_of, no_units, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.guards import ReplicatedTensors
+from fsdp_flat.sizes import nbytes_of
 from fsdp_flat.state import StateShard, full_tensor, rank_groups_of
 from fsdp_flat.state.plain_states import full_precision, is_wrapper
 
 CONFIG_NAME = "config.json"
+_SHARD_PATTERN = "model-*-of-*.safetensors"
+# Ranks meet so often while one uploads, well within the timeouts of process groups.
+_MEETING_S = 60.0
 _LEAST_NBYTES, _MOST_NBYTES = 1 << 22, 1 << 26
 
 
@@ -234,9 +240,11 @@ def save_full(
     dtype: torch.dtype | None = None,
     keep: Callable[[str], bool] | None = None,
     trainable_only: bool = False,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: float | str = 5_000_000_000,
     spread: bool = False,
     progress: bool | None = None,
+    push_to_hub: str | None = None,
+    hub_api: Any = None,
 ) -> Path:
     """Write the full model as safetensors files in the layout of model hubs, one parameter in memory at a time.
 
@@ -259,9 +267,13 @@ def save_full(
         dtype: floating-point tensors are converted to it.
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
-        max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
+        max_file_bytes: maximum size of a file's tensors, bytes or a text like "5GB", exceeded only by a single larger
+            tensor. Tensors are divided among files as the huggingface_hub package does it.
         spread: the ranks of the shard group, which share a file system, write files in parallel; else rank 0 alone.
         progress: show a progress bar on rank 0, if tqdm is installed. By default on a terminal only, after two seconds.
+        push_to_hub: the id of a repository of a model hub ("user/name"), which is made if needed: one rank then uploads
+            the files in one commit, which removes those of an earlier save there, and the others wait for it.
+        hub_api: the ``huggingface_hub.HfApi`` that uploads; by default a new one, with the token of ``hf auth login``.
 
     Returns:
         The directory.
@@ -270,16 +282,21 @@ def save_full(
         OptionError: nothing to write, ``max_file_bytes`` is not positive, ``dtype`` is not a floating-point one, or
             with ``spread`` the directory is not shared by all ranks.
         OptionTypeError: an argument of the wrong type.
-        UnsupportedError: units sharded over different groups, an entry that is no tensor and has no plain values, or a
-            dtype that safetensors does not have.
+        UnsupportedError: units sharded over different groups, an entry that is no tensor and has no plain values, a
+            dtype that safetensors does not have, or huggingface_hub is not installed.
         RankMismatchError: (an OptionError) ranks pass other arguments.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
     together, until_met = Consensus.of(model, SAVING), UntilRanksMeet()
     same, prints = [f"dtype={dtype!r}", f"max_file_bytes={max_file_bytes!r}", f"spread={bool(spread)}"], ""
+    same.append(f"push_to_hub={push_to_hub!r}")
     with until_met:
         replicated = ReplicatedTensors(model)
         prints = json.dumps(replicated.fingerprints, sort_keys=True)
+        if push_to_hub is not None:
+            hub_api = hub_api or _new_hub_api()
+        if isinstance(max_file_bytes, str):
+            max_file_bytes = nbytes_of(max_file_bytes, "max_file_bytes")
         if not isinstance(max_file_bytes, (int, float)):
             raise OptionTypeError(f"max_file_bytes must be a number; got {max_file_bytes!r}.")
         if max_file_bytes <= 0:
@@ -332,14 +349,49 @@ def save_full(
             for text in texts.values():
                 text.commit()
     replicated.warn()
+    if push_to_hub is not None:
+        names = [_name_in(path, each.path) for each in (*files, *texts.values())]
+        earlier = [SINGLE_NAME, INDEX_NAME, _SHARD_PATTERN] if adapters is None else None
+        upload = partial(_upload, hub_api, push_to_hub, path, allow_patterns=names, delete_patterns=earlier)
+        _run_together(upload if rank == 0 else bool, together)
     return path
+
+
+def _new_hub_api() -> Any:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise UnsupportedError(
+            "save_full(push_to_hub=...) uploads by huggingface_hub: pip install huggingface_hub."
+        ) from error
+    return HfApi()
+
+
+def _upload(api: Any, repo_id: str, directory: Path, **patterns: list[str] | None) -> None:
+    api.create_repo(repo_id, exist_ok=True)
+    api.upload_folder(repo_id=repo_id, folder_path=directory, **patterns)
+
+
+def _run_together(task: Callable[[], object], together: Consensus) -> None:
+    """Run a task that takes long on some rank, and return when all ranks have ended theirs; raise on all if one does.
+
+    Ranks meet every minute, so that no timeout of a process group ends the wait.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(task)
+        while True:
+            wait([job], _MEETING_S)
+            is_done = job.done()
+            error: Any = job.exception() if is_done else None
+            if all(done for (done,) in together.integers([int(is_done)], error)):
+                return
 
 
 _Plan: TypeAlias = dict[FileWriter, dict[str, Entry]]
 """The entries of each file, by their names in it."""
 
 
-def _planned(entries: list[Entry], directory: Path, max_file_bytes: int) -> _Plan:
+def _planned(entries: list[Entry], directory: Path, max_file_bytes: float) -> _Plan:
     """Divide the tensors among files."""
     stored = {entry.name: entry for entry in entries if entry.same_as is None}
     sizes = {name: entry.template.nbytes for name, entry in stored.items()}
@@ -460,6 +512,6 @@ def _config_of(model: nn.Module, tensors: Iterable[torch.Tensor]) -> dict[str, A
 def _remove_earlier(directory: Path, files: list[FileWriter]) -> None:
     """Remove the files of an earlier save that were not replaced."""
     written = {file.path.name for file in files}
-    for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
+    for path in (directory / SINGLE_NAME, *directory.glob(_SHARD_PATTERN)):
         if path.name not in written:
             path.unlink(missing_ok=True)

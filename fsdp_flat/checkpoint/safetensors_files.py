@@ -141,16 +141,24 @@ class FileWriter(PartialFile):
             )
 
 
-def divided(nbytes: Mapping[str, int], max_file_bytes: int) -> dict[str, list[str]]:
-    """Divide tensors, whose sizes are given by name, among files of model hubs; return their names by file."""
-    groups: list[list[str]] = [[]]
+def divided(nbytes: Mapping[str, int], max_file_bytes: float) -> dict[str, list[str]]:
+    """Divide tensors, whose sizes are given by name, among files of model hubs; return their names by file.
+
+    The division is that of ``huggingface_hub.split_torch_state_dict_into_shards``.
+    """
+    groups: list[list[str]] = []
+    last: list[str] = []
     size = 0
     for name, own in nbytes.items():
-        if groups[-1] and size + own > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
+        if own > max_file_bytes:
+            groups.append([name])
+            continue
+        if size + own > max_file_bytes:
+            groups.append(last)
+            last, size = [], 0
+        last.append(name)
         size += own
+    groups += [last] if last or not groups else []
     total = len(groups)
     files = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
     return dict(zip(files, groups, strict=True))

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_checkpoint, save_full
 from fsdp_flat.checkpoint import dcp_files, full_save
 from fsdp_flat.checkpoint import format as disk
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
+from fsdp_flat.checkpoint.consensus import Consensus
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, divided, read_safetensors
 from fsdp_flat.core import units_of
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError
 from tests.memory.test_memory import live_bytes
@@ -217,6 +219,81 @@ def test_a_saved_model_equals_its_full_state_dict(
     assert all((tmp_path / name).stat().st_size < 250 + 2000 for name in names)
 
 
+class RecordingApi:
+    """Stands for a ``huggingface_hub.HfApi``: holds what it was called with, and fails in the named call."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self._failing = failing
+
+    def _note(self, name: str, given: dict[str, Any]) -> None:
+        self.calls.append((name, given))
+        if name == self._failing:
+            raise OSError("no such host")
+
+    def create_repo(self, repo_id: str, **given: Any) -> None:
+        self._note("create_repo", {"repo_id": repo_id, **given})
+
+    def upload_folder(self, **given: Any) -> None:
+        given["files"] = sorted(path.name for path in Path(given["folder_path"]).iterdir())
+        self._note("upload_folder", given)
+
+
+@on_ranks(2)
+def test_one_rank_uploads_the_complete_files_and_an_error_of_it_is_raised_on_all(tmp_path: Path, rank: int) -> None:
+    model, api = shard(seeded()), RecordingApi()
+    (tmp_path / "notes.txt").touch()
+    save_full(model, tmp_path, max_file_bytes="600B", push_to_hub="me/model", hub_api=api)
+    if rank == 0:
+        (created, repo), (uploaded, given) = api.calls
+        assert (created, repo) == ("create_repo", {"repo_id": "me/model", "exist_ok": True})
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        written = {*index["weight_map"].values(), "model.safetensors.index.json", "model.checksums.json"}
+        assert uploaded == "upload_folder"
+        assert len(written) == 4
+        assert set(given.pop("allow_patterns")) == written == set(given.pop("files")) - {"notes.txt"}
+        # Of an earlier model in the repository, with another number of files, nothing stays.
+        earlier = ["model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors"]
+        assert given == {"repo_id": "me/model", "folder_path": tmp_path, "delete_patterns": earlier}
+    else:
+        assert api.calls == []
+    with pytest.raises(OSError if rank == 0 else PeerFailureError, match="no such host"):
+        save_full(model, tmp_path, push_to_hub="me/model", hub_api=RecordingApi("upload_folder"))
+
+
+@on_ranks(2)
+def test_ranks_meet_while_one_of_them_uploads_for_long(tmp_path: Path, rank: int) -> None:
+    model, begun = shard(seeded()), threading.Event()
+
+    class SlowApi(RecordingApi):
+        def create_repo(self, repo_id: str, **_: Any) -> None:
+            assert begun.wait(SECONDS)  # until ranks have met once since
+
+    met = Consensus.integers
+
+    def integers(*args: Any) -> Any:
+        rows = met(*args)
+        if [0] in rows:
+            begun.set()
+        return rows
+
+    with patch.object(full_save, "_MEETING_S", 0.01), patch.object(Consensus, "integers", integers):
+        save_full(model, tmp_path, push_to_hub="me/model", hub_api=SlowApi())
+    assert begun.is_set()
+
+
+def test_a_save_to_a_hub_without_its_package_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UnsupportedError, match=r"push_to_hub=\.\.\.\) uploads by huggingface_hub: pip install"):
+        full_save._new_hub_api()
+
+
+def test_a_tensor_larger_than_a_file_may_be_has_one_of_its_own() -> None:
+    """As huggingface_hub divides them, with which tests/clients/test_hugging_face.py compares."""
+    sizes = {"a": 5, "large": 20, "b": 5, "c": 1, "huge": 30}
+    assert list(divided(sizes, 10).values()) == [["large"], ["a", "b"], ["huge"], ["c"]]
+
+
 @on_ranks(2)
 def test_a_small_model_is_one_file_with_tied_names_in_its_header(tmp_path: Path) -> None:
     model = shard(seeded(Tied), use_orig_params=True)
@@ -366,13 +443,15 @@ def test_bad_arguments_of_a_full_save_are_named(tmp_path: Path) -> None:
     model = shard(seeded())
     with pytest.raises(OptionError, match="max_file_bytes must be positive; got 0"):
         save_full(model, tmp_path, max_file_bytes=0)
+    with pytest.raises(OptionError, match=r"max_file_bytes must be a number of bytes with a unit.* got '5'"):
+        save_full(model, tmp_path, max_file_bytes="5")
     with pytest.raises(OptionError, match="Nothing to save"):
         save_full(model, tmp_path, keep=lambda name: False)
     with pytest.raises(OptionError, match=r"dtype must be a floating-point torch.dtype or None; got torch.int8"):
         save_full(model, tmp_path, dtype=torch.int8)
     for bad, text in (
         ({"dtype": "bf16"}, "dtype must be a floating-point torch.dtype or None; got 'bf16'"),
-        ({"max_file_bytes": "5GB"}, "max_file_bytes must be a number; got '5GB'"),
+        ({"max_file_bytes": [5]}, r"max_file_bytes must be a number; got \[5\]"),
         ({"keep": "layer"}, "keep must be a function of a name, or None; got 'layer'"),
     ):
         with pytest.raises(OptionTypeError, match=text):

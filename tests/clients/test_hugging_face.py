@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from fsdp_flat import FullyShardedDataParallel, fully_shard, load_full, save_full
+from fsdp_flat.checkpoint.safetensors_files import divided
 from fsdp_flat.errors import LoadError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
@@ -95,6 +98,15 @@ def test_each_reads_the_files_of_the_other(kind: str, front: str, tmp_path: Path
         assert_equal(dict(back.state_dict()), dict(theirs.state_dict()))
         assert torch.equal(AutoModelForCausalLM.from_pretrained(folder).eval()(TOKENS).logits, expected)
     dist.barrier()
+
+
+def test_tensors_are_divided_among_files_as_huggingface_hub_does_it() -> None:
+    for seed in range(50):
+        draw = random.Random(seed)
+        sizes = draw.choices([1, 2, 3, 5, 8, 20], k=draw.randrange(1, 12))
+        state = {f"{at}.weight": torch.empty(size, dtype=torch.uint8) for at, size in enumerate(sizes)}
+        theirs = split_torch_state_dict_into_shards(state, max_shard_size=10).filename_to_tensors
+        assert divided({name: tensor.nbytes for name, tensor in state.items()}, 10) == theirs
 
 
 @on_ranks(2)
