@@ -115,11 +115,11 @@ class Order:
         assert root is not None
         expected, is_open_ended = iteration.expects_backward, iteration.is_open_ended
         self.last_order[iteration.order[0]] = iteration.order
-        ended = [root] if retained is None else [retained, root]
+        kept = [root] if retained is None else [retained, root]
+        ran = dict.fromkeys(() if expected else (*replicated, *iteration.order))
         if not expected:
             self.pending.remove([iteration])
-            ended += [*replicated, *iteration.order]
-        for unit in dict.fromkeys(ended):
+        for unit in dict.fromkeys((*kept, *ran)):
             after = self.after_forward(
                 unit, iteration, expects_backward=expected, is_open_ended=is_open_ended, is_over=True
             )
@@ -127,7 +127,7 @@ class Order:
                 if unit is retained:
                     self.free_retained(last_use_is_known=True)
                 unit.free_retained()
-                if not expected:
+                if unit in ran:  # others, the root perhaps, may be unsharded for the backward of an earlier forward
                     unit.reshard()
         self.iteration = None
         self.drop_prefetched()

@@ -11,7 +11,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, WIDTH, WRAPPER_FRONTS, Beside, assert_idle, average_gradients, batch
-from tests.support.kit import square_loss
+from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED
 
@@ -86,3 +86,18 @@ def test_weights_changed_between_a_kept_forward_and_the_next_one_are_seen(
     after = beside.ours(batch(rank)).detach()
     assert not torch.allclose(before, after)
     assert_close(after, beside.plain(batch(rank)).detach(), **CLOSE)
+
+
+@on_ranks(2)
+def test_one_rank_alone_evaluates_a_replicated_unit_while_a_forward_waits_for_its_backward(rank: int) -> None:
+    """The unit sends nothing, so the rank stays in step with the others: its root is unsharded as theirs are."""
+    with no_shard_allowed():
+        replicated = FSDP(nn.Linear(8, 8).double(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        model = FSDP(nn.Sequential(nn.Linear(8, 8).double(), replicated))
+    loss = square_loss(model, batch(rank, width=8))
+    if rank == 0:
+        with torch.no_grad():
+            replicated(batch(rank, 1, width=8))
+    loss.backward()
+    assert all(param.grad is not None for param in model.parameters())
+    assert_idle(model)
