@@ -188,17 +188,17 @@ class ParamGroup:
 
     # -- the unsharded parameters ------------------------------------------------------------------------------------
 
-    def reset(self, *, frees: bool, shows_unsharded: bool) -> None:
+    def reset(self, *, frees: bool) -> None:
         """Drop kept shards after an exception, show the sharded parameters, and free the buffer."""
-        self.kept_shards = None
-        if self.slots.shows_unsharded:
-            self.slots.restore(self.slots.diff())
+        self.kept_shards, slots = None, self.slots
+        if shows_unsharded := slots.shows_unsharded:
+            slots.restore(slots.diff())
         if self.output.target is not None:
             self.output.target.drop_staging()
         if frees:
             self.output.free(self.pool)
         if shows_unsharded:
-            self.slots.show_sharded()
+            slots.show_sharded()
 
     # -- changes of the shard ----------------------------------------------------------------------------------------
 

@@ -352,9 +352,9 @@ class TensorOutput(AllGatherOutput):
 
     def arrived(self) -> bool:
         versions = self._versions_before_free or tuple(map(VERSION_OF, self.params))
-        self._versions_before_free = None
         with unrecorded():
             are_new = [each.fill(local) for each, local in self._locals()]
+        self._versions_before_free = None  # after the extensions, which may raise
         if not any(are_new):
             set_versions(self.params, versions)  # autograd may have saved them: they have the same values again
             return False

@@ -475,7 +475,7 @@ class Unit:
             keep(pending, *memory)
         frees = not self.control.keeps_unsharded_storage and not (unsettled and swap_memory is None)
         for param_group in self.param_groups:
-            param_group.reset(frees=frees, shows_unsharded=self.state is _UNSHARDED)
+            param_group.reset(frees=frees)
             if drops_gradients:
                 param_group.grads.drop()
         self._move(MemoryEvent.ABORT)

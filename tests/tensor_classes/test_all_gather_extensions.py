@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -393,7 +394,14 @@ def changed(post: Callable[..., Any], *, sends: Callable[[torch.Tensor], torch.T
     """Shard a linear whose local tensor is all-gathered in bf16, and made whole by ``post(tensor, dtype, out)``."""
     torch.manual_seed(0)
     layer = fully_shard(nn.Linear(8, 8, bias=False))
-    local = layer.weight._local_tensor  # type: ignore[union-attr]
+    extend(layer.weight, post, sends)  # type: ignore[arg-type]
+    return layer
+
+
+def extend(
+    param: DTensor, post: Callable[..., Any], sends: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> None:
+    local = param._local_tensor
 
     def pre_all_gather(mesh: Any) -> Any:
         return ((sends or torch.Tensor.bfloat16)(local),), None
@@ -401,8 +409,7 @@ def changed(post: Callable[..., Any], *, sends: Callable[[torch.Tensor], torch.T
     def post_all_gather(outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
         return post(outputs[0], param_dtype, out)
 
-    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather  # type: ignore[union-attr]
-    return layer
+    local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre_all_gather, post_all_gather  # type: ignore[attr-defined]
 
 
 def whole_and(freed: Callable[..., tuple[Any, ...]], fill: Callable[..., object]) -> Callable[..., Any]:
@@ -479,6 +486,43 @@ def test_a_frozen_parameter_that_keeps_what_it_made_first_trains_nothing_and_is_
     first = layer(x.requires_grad_())
     first.sum().backward()
     assert torch.equal(layer(x), first)
+
+
+@on_ranks(2)
+def test_a_forward_before_an_evaluation_in_which_an_extension_raises_still_has_its_backward() -> None:
+    raises = [False]
+
+    def fill(out: Any, tensor: torch.Tensor) -> None:
+        if raises[0]:
+            raise MemoryError("in the extension")
+        copied(out, tensor)
+
+    model = nn.Sequential(changed(whole_and(both, fill)), fully_shard(nn.Linear(8, 8)))
+    fully_shard(model)
+    grads = []
+    for fails in (False, True):
+        loss = model(batch(dist.get_rank())).sum()
+        raises[0] = fails
+        with torch.no_grad(), pytest.raises(MemoryError) if fails else nullcontext():
+            model(batch(dist.get_rank()))
+        raises[0] = False
+        loss.backward()
+        grads.append([param.grad for param in model.parameters()])
+        model.zero_grad()
+    assert_equal(*grads)
+
+
+@on_ranks(2)
+def test_after_an_extension_has_raised_all_groups_of_its_unit_show_sharded_parameters() -> None:
+    def post(tensor: torch.Tensor, dtype: torch.dtype, out: Any) -> Any:
+        raise MemoryError("in the extension")
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).double())  # a group each: dtypes differ
+    fully_shard(model)
+    extend(model[1].weight, post)  # type: ignore[arg-type]
+    with pytest.raises(MemoryError):
+        model(batch(dist.get_rank()))
+    assert all(isinstance(param, DTensor) for param in (*model.parameters(), *model.state_dict().values()))
 
 
 MISTAKES: dict[str, tuple[Callable[..., Any], str]] = {
