@@ -33,7 +33,7 @@ Finish = Callable[[], object]
 
 
 class PlacesRows(Protocol):
-    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``GatherTarget`` (``layout``)."""
+    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``GatherTarget`` of ``core``."""
 
     def place(self, first: int, rows: torch.Tensor) -> object: ...
 
@@ -42,7 +42,7 @@ class PlacesRows(Protocol):
 
 
 class ReusesMemory(Protocol):
-    """Describes a source of temporary memory: ``MemoryPool`` (``flat``)."""
+    """Describes a source of temporary memory: ``MemoryPool`` of ``core``."""
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor: ...
 

@@ -4,9 +4,9 @@ Autograd traverses a graph in the reverse order of its construction. Once the gr
 autograd has passed everything recorded after that forward began. A backward is therefore a cursor over the events of
 its iterations, which moves from the last event to the first:
 
-* at the end of a unit's forward, the unit's parameters are unsharded;
-* at the begin of a unit's first forward with gradients, the unit's post-backward runs: its parameters are resharded
-  and its gradient is reduced.
+* where it passes the end of a unit's forward, the unit's parameters are unsharded for the backward;
+* where it passes the begin of a unit's first forward with gradients, the unit's post-backward runs: its parameters are
+  resharded and its gradient is reduced.
 
 Every rank passes every event, including those of units that its own loss does not use: it joins their all-gathers and
 adds zeros to their gradients. The order of collectives therefore depends on the forwards alone and is the same on all
