@@ -55,7 +55,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
 
 
 def raise_difference(
-    collectives: CollectiveLog,
+    issued: CollectiveLog,
     averaged: Sequence[str],
     units: Sequence[Unit],
     groups: ShardingGroups,
@@ -64,11 +64,11 @@ def raise_difference(
 ) -> NoReturn:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
-    ``collectives`` are those that this rank has issued, and ``averaged`` has one line for each parameter outside of
+    ``issued`` are the collectives of this rank, and ``averaged`` has one line for each parameter outside of
     units whose gradient this rank is to average. It ``is_late`` if gradients are set already.
     """
-    issued = partial(collectives.lines, groups)
-    for lines, texts in ((issued, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
+    lines_of_rank = partial(issued.lines, groups)
+    for lines, texts in ((lines_of_rank, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
         texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
         agree(lines, None, groups.rank_groups, texts)
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")
@@ -86,20 +86,20 @@ def late_gradients(param_groups: Iterable[ParamGroup]) -> RankMismatchError:
 
 
 def log_unread_difference(
-    root: Unit, collectives: CollectiveLog, groups: ShardingGroups | None, unreduced: Iterable[ParamGroup]
+    root: Unit, issued: CollectiveLog, groups: ShardingGroups | None, unreduced: Iterable[ParamGroup]
 ) -> None:
     """Log at the end of the process that ranks differed in the last backward of a tree, since no call has raised it.
 
     Args:
         root: the outermost unit.
-        collectives: those that this rank has issued.
+        issued: the collectives of this rank.
         groups: groups whose ranks issued different collectives, or train or average different parameters, or None.
         unreduced: parameter groups whose gradients some ranks alone had to reduce when others had set theirs.
     """
     names = some_of(sorted(f"{param_group.spec.unit_name!r}" for param_group in unreduced), 4)
     how = f"some ranks alone had gradients of these units that were not reduced: {names}"
     if groups is not None:
-        own = some_of(collectives.lines(groups, groups.shard), 8) or "no collective of a unit"
+        own = some_of(issued.lines(groups, groups.shard), 8) or "no collective of a unit"
         how = (
             "ranks ran units in different orders, trained different parameters, or averaged different ones outside of "
             f"units. This rank issued {own}"

@@ -57,7 +57,7 @@ class EndOfBackward:
         units: all units of the tree, the outermost first; empty before the tree's first use.
         root_module: returns the module of the outermost unit, or None if it is gone.
         reductions: those of the tree.
-        collectives: the order of those that units have issued since ranks last compared it.
+        collective_log: the order of the collectives that units issued since ranks last compared it.
 
     Attributes:
         exchange: exchanges bytes between ranks.
@@ -70,12 +70,12 @@ class EndOfBackward:
         units: Sequence[Unit],
         root_module: Callable[[], nn.Module | None],
         reductions: Reductions,
-        collectives: CollectiveLog,
+        collective_log: CollectiveLog,
     ) -> None:
         self._units, self._root_module, self._reductions = units, root_module, reductions
         self._param_groups = [param_group for unit in units for param_group in unit.param_groups]
-        self.exchange = BackwardExchange(units, collectives)
-        self._collectives = collectives
+        self.exchange = BackwardExchange(units, collective_log)
+        self._collective_log = collective_log
         self.forget()
 
     def forget(self) -> None:
@@ -210,7 +210,7 @@ class EndOfBackward:
                 root.name,
             )
         elif outcome.differing is not None or outcome.unreduced:
-            log_unread_difference(root, self._collectives, outcome.differing, outcome.unreduced)
+            log_unread_difference(root, self._collective_log, outcome.differing, outcome.unreduced)
 
     def set_grads(self, answers: Answers) -> None:
         """Reduce what is not reduced yet; set the gradients of this backward and of earlier ones that are not set."""

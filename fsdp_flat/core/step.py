@@ -70,7 +70,7 @@ class Step:
         streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
             the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
-        collectives: order of the collectives issued since ranks last compared it.
+        collective_log: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
         logs_events: the logger takes events; looked up when the first forward or a backward begins.
         backward: the running backward, or None.
@@ -85,9 +85,9 @@ class Step:
         self.pool = MemoryPool()
         self.streams = Streams(device)
         self.reductions = Reductions(self.streams)
-        self.collectives = CollectiveLog()
+        self.collective_log = CollectiveLog()
         self.order = Order((), on_accelerator=self.streams.is_accelerator)
-        self.end = EndOfBackward((), lambda: None, self.reductions, self.collectives)
+        self.end = EndOfBackward((), lambda: None, self.reductions, self.collective_log)
         self.trace: list[tuple[str, str]] | None = None
         self.at_next_forward: list[Callable[[], object]] = []
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
@@ -116,7 +116,7 @@ class Step:
             self.root.averages_ignored = settings.pop()
         # Units that are not sharded: every rank has their parameters in full.
         self._replicated = [unit for unit in self.units if unit.param_groups and not unit.needs_all_gather]
-        self.end = EndOfBackward(units, self.root_module, self.reductions, self.collectives)
+        self.end = EndOfBackward(units, self.root_module, self.reductions, self.collective_log)
         self.is_built = True
         _built_steps.add(self)
         self._cast_buffers()
@@ -241,7 +241,7 @@ class Step:
             # No backward follows to wait for copies of shards, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
         self.pool.clear()
-        self.collectives.trim()
+        self.collective_log.trim()
 
     def recover(self) -> None:
         """Abort a step whose backward raised, if there is one, and read what ranks exchanged in the last backward."""
@@ -268,7 +268,7 @@ class Step:
         self.order.fail()
         for unit in self.units:
             unit.abort()
-        self.collectives.trim()
+        self.collective_log.trim()
         self.pool.clear()
 
     def abort(self) -> None:
@@ -417,9 +417,9 @@ class Step:
             if outcome.differing is not None:
                 self.abort()
                 averaged, is_late = answers.averaged, answers.is_late
-                raise_difference(self.collectives, averaged, self.units, outcome.differing, is_late=is_late)
+                raise_difference(self.collective_log, averaged, self.units, outcome.differing, is_late=is_late)
         finally:
-            self.collectives.clear()
+            self.collective_log.clear()
 
     def read_exchange(self) -> None:
         """Read what ranks exchanged in the last backward, if this rank has not waited for it; raise if they differ.

@@ -123,7 +123,7 @@ class Unit:
         self.step = step
         for param_group in self.param_groups:
             param_group.use_pool(step.pool)
-            param_group.comm.issued = step.collectives.of(param_group.comm.options.groups)
+            param_group.comm.issued = step.collective_log.of(param_group.comm.options.groups)
             param_group.grads.on_ready = partial(step.grads_ready, self)
 
     def use_device(self, device: torch.device) -> None:
