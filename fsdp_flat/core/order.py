@@ -180,7 +180,7 @@ class Order:
     def retain(self, unit: Unit, last_use: Any) -> None:
         """Note the unit that has run, whose buffers stay, and the event after their last use; free those before."""
         if unit is not self._root:
-            if self.retained is not unit:
+            if self.retained not in (None, unit):
                 self.free_retained(last_use_is_known=True)
             self.retained, self._last_use = unit, last_use
 

@@ -211,7 +211,7 @@ class Step:
         record.weights = unit.gathered_version
         self.order.prefetched.pop(unit, None)
         if record.iteration is not None:
-            if unit.param_groups and unit is not self.order.retained:
+            if unit.param_groups and self.order.retained not in (None, unit):
                 self.order.free_retained(last_use_is_known=self.backward is None)
             self.order.prefetch_forward(unit)
 
@@ -315,7 +315,8 @@ class Step:
         backward, unit = self._in_backward(), record.unit
         if record.iteration is not None:
             backward.reach(record)
-        self.order.free_retained(before=unit)
+        if self.order.retained is not None:
+            self.order.free_retained(before=unit)
         with unit.event("pre_backward"):
             unit.pre_backward(record.weights)
         self.order.prefetched.pop(unit, None)

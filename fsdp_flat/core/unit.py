@@ -256,9 +256,7 @@ class Unit:
         return True
 
     def wait(self) -> None:
-        """Wait for the all-gather if one is in flight, and point the modules at the unsharded parameters."""
-        if self.state is not _GATHERING:
-            return
+        """Wait for the all-gather in flight, and point the modules at the unsharded parameters."""
         streams = self.step.streams
         # A caller's all-gather may take memory at its end, and so does torch's operator that places gathered shards.
         takes_memory = self.options.per_param is not None
@@ -291,8 +289,10 @@ class Unit:
         ):
             # Shards may have changed after the all-gather began, on this rank or on others.
             self.reshard()
-        self.gather()
-        self.wait()
+        if self.state is not _GATHERING:
+            self.gather()
+        if self.state is _GATHERING:
+            self.wait()
         if not self.needs_all_gather:
             self.gathered_version = self.weights_version()
 
@@ -348,7 +348,8 @@ class Unit:
         """
         if self.state is _SHARDED:
             return
-        self.wait()
+        if self.state is _GATHERING:
+            self.wait()
         if self.state is _UNSHARDED:
             for param_group in self.param_groups:
                 param_group.slots.show_sharded()
@@ -361,7 +362,8 @@ class Unit:
 
     def retain(self, event: MemoryEvent) -> None:
         """Show the sharded parameters, and keep the buffers for backward or for the next forward, as ``event`` says."""
-        self.wait()
+        if self.state is _GATHERING:
+            self.wait()
         if self.state is _UNSHARDED:
             for param_group in self.param_groups:
                 param_group.slots.show_sharded()
