@@ -18,10 +18,12 @@ from fsdp_flat.comm.calls import barrier_begun, doing, unit_names
 from fsdp_flat.comm.custom import (
     PACKINGS,
     AllGather,
+    Allocate,
     QuantizedAllGather,
     QuantizedReduceScatter,
     ReduceScatter,
     memory_of_group,
+    symmetric_memory,
 )
 from fsdp_flat.comm.exchanges import (
     begin_all_reduce,

@@ -9,6 +9,8 @@ most ``largest / 254``: once in an all-gather, once per rank in a reduce-scatter
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,7 +21,9 @@ import torch.distributed as dist
 
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.comm.given_up import Pending
-from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.errors import OptionError
+
+_logger = logging.getLogger("fsdp_flat")
 
 # 127 divided by it is still finite in fp32.
 _SMALLEST = 1e-36
@@ -74,20 +78,34 @@ class ReduceScatter(Protocol):
         """
 
 
-def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
-    """Return the allocator of a group's backend.
+@functools.cache
+def warn_once(text: str) -> None:
+    """Write a line to the log, once however many units it is true of."""
+    _logger.warning("%s", text)
 
-    Raises:
-        UnsupportedError: the backend has none.
-    """
+
+def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate | None:
+    """Return the allocator of a group's backend; None, with a line in the log, if the backend has none."""
     allocate_tensor = torch_comm.tensor_allocator(group, device)
     if allocate_tensor is None:
-        raise UnsupportedError(
+        warn_once(
             f"The backend {dist.get_backend(group)!r} cannot allocate memory for communication on {device} "
-            "(supports_tensor_alloc is False). Leave the units' own buffers in use, or pass objects with an allocate "
-            "of your own to set_custom_all_gather and set_custom_reduce_scatter."
+            "(supports_tensor_alloc is False): buffers stay in ordinary memory."
         )
+        return None
     return lambda size, **kwargs: allocate_tensor(math.prod(size), **kwargs)
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device, backend: str) -> Allocate | None:
+    """Return an allocator of symmetric memory of a group; None, with a line in the log, if there is none.
+
+    Every rank of the group must call this.
+    """
+    try:
+        return torch_comm.symmetric_allocator(group, device, backend)
+    except (ImportError, RuntimeError) as error:
+        warn_once(f"Buffers stay in ordinary memory, not in symmetric memory of {backend}: {error}")
+        return None
 
 
 class Packing(Protocol):

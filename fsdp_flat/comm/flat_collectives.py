@@ -172,8 +172,8 @@ class CollectiveOverrides:
     """Holds the parts of a unit's collectives that a caller has replaced.
 
     Attributes:
-        gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
-        reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
+        gather_memory: allocates the outputs of all-gathers; None is ordinary memory.
+        reduce_memory: allocates the inputs and outputs of reduce-scatters; None is ordinary memory.
         reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
         backend: the library's are the backend's all_gather and reduce_scatter, also where others are cheaper.
         gathered_between_hosts, reduced_between_hosts: dtype, a key of ``PACKINGS``, of the rows that all-gathers and
@@ -190,6 +190,16 @@ class CollectiveOverrides:
     reduced_between_hosts: torch.dtype | None = None
 
     @property
+    def gather_buffers(self) -> Allocate | None:
+        """What allocates unsharded buffers that an all-gather of the backend fills in place; a caller's copies."""
+        return self.gather_memory if self.all_gather is None and torch_comm.MOVES_MEMORY else None
+
+    @property
+    def reduce_buffers(self) -> Allocate | None:
+        """What allocates flat gradients that a reduce-scatter of the backend reads in place; a caller's copies."""
+        return self.reduce_memory if self.reduce_scatter is None and torch_comm.MOVES_MEMORY else None
+
+    @property
     def of_library(self) -> CollectiveOverrides:
         """The parts that the library's own collectives follow."""
         return CollectiveOverrides(
@@ -202,7 +212,7 @@ class CollectiveOverrides:
 class CustomCollectives(Collectives):
     """Replaces parts of the library's collectives, of which reduce-scatters may have another group, by a caller's.
 
-    With memory of the caller's and no collective, the backend's is called in that memory.
+    With memory and no collective, the backend's is called in that memory: the unit's buffers, if these can take it.
     """
 
     def __init__(self, own: Collectives, own_reductions: Collectives, choice: CollectiveOverrides) -> None:
@@ -212,7 +222,8 @@ class CustomCollectives(Collectives):
         self._choice = choice
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
-        is_replaced = self._choice.all_gather is not None or self._choice.gather_memory is not None
+        in_place = target is None and self._choice.gather_buffers is not None
+        is_replaced = self._choice.all_gather is not None or (self._choice.gather_memory is not None and not in_place)
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         if is_replaced and tensor.is_floating_point():
             self._calls.add("a custom all-gather")
@@ -242,7 +253,7 @@ class CustomCollectives(Collectives):
             return self._own_reductions.begin_reduce_scatter(full, pool)
         group = self._own_reductions.group
         calls_of(group).add("a custom reduce-scatter")
-        if memory is not None:
+        if memory is not None and self._choice.reduce_buffers is None:
             full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
         out = (memory or torch.empty)((full.numel() // self.size,), dtype=full.dtype, device=full.device)
         if reduce_scatter is None:

@@ -24,6 +24,9 @@ _asking: weakref.WeakKeyDictionary[dist.Store, threading.Thread] = weakref.WeakK
 # Returns whether a profiler is running; the public ways to ask take much longer.
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
+# Whether memory can move from one storage to another (``swap_memory`` of ``core``), from torch 2.12 on.
+MOVES_MEMORY = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -127,3 +130,33 @@ def tensor_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable
     backend = backend_of(group, device)
     supports = getattr(backend, "supports_tensor_alloc", None)
     return backend.allocate_tensor if supports is not None and supports(device) else None
+
+
+def symmetric_allocator(group: dist.ProcessGroup, device: torch.device, backend: Any) -> Callable[..., torch.Tensor]:
+    """Return what allocates symmetric memory by ``(size, *, dtype, device)`` and makes it known in a group.
+
+    Every rank of the group must call this, and what it returns in the same order. Memory that is freed is used again,
+    and known already.
+
+    Raises:
+        RuntimeError: there is none on this device, or in this torch or backend.
+    """
+    if device.type != "cuda":
+        raise RuntimeError(f"{device} has none")
+    from torch.distributed import _symmetric_memory as symmetric
+
+    if not hasattr(symmetric, "get_mem_pool"):
+        raise RuntimeError(f"torch {torch.__version__} has no memory pool of it")
+    symmetric.set_backend(backend)
+    # The backend makes its communicator at the first collective.
+    dist.barrier(group=group, device_ids=[device.index])
+    pool = symmetric.get_mem_pool(device)
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with torch.cuda.use_mem_pool(pool):
+            tensor = torch.empty(size, dtype=dtype, device=device)
+        symmetric.rendezvous(tensor, group=group.group_name)
+        return tensor
+
+    allocate((1,), dtype=torch.uint8, device=device)  # or raise
+    return allocate

@@ -87,9 +87,10 @@ INSTEAD: Mapping[str, Mapping[str, str]] = {
             "_backward_prefetch _post_forward_indices _prefetch_unshard _record_post_forward"
         ),
         "call set_custom_all_gather or set_custom_reduce_scatter of the module": (
-            "_all_gather_comm _reduce_scatter_comm set_symm_mem"
+            "_all_gather_comm _reduce_scatter_comm"
         ),
         "call set_allocate_memory_from_process_group_for_comm of the module": "set_allocate_memory_from_process_group",
+        "call set_symm_mem_for_comm of the module": "set_symm_mem",
         "call set_separate_reduce_scatter_group of the module": "_set_separate_reduce_scatter_group",
         "call reset_iter_state() of the outermost module": "_reset_iter_state",
         "call set_requires_all_reduce(True) of the module before a backward, which then adds what waits": (

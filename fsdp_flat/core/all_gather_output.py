@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp_flat.comm import Allocate
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, PerParamTarget
 from fsdp_flat.core.group_spec import ParamGroupSpec
@@ -67,10 +68,11 @@ class AllGatherOutput(ABC):
         return self.full_nbytes
 
     @abstractmethod
-    def send(self, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget | None]:
+    def send(self, pool: MemoryPool, memory: Allocate | None = None) -> tuple[torch.Tensor, GatherTarget | None]:
         """Allocate the memory, and return the arguments of the all-gather.
 
-        In place: the buffer, which contains this rank's shard, and None. Else: this rank's row (1-D), and ``target``.
+        In place: the buffer, by ``memory`` if given, which contains this rank's shard, and None. Else: this rank's row
+        (1-D), and ``target``.
         """
 
     def send_kept(self, rows: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget]:
@@ -138,9 +140,9 @@ class FlatOutput(AllGatherOutput):
         self.target = layout.gather_target(flat)
         self._own_slice = flat[layout.shard(spec.rank).to_slice()]
 
-    def send(self, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget | None]:
+    def send(self, pool: MemoryPool, memory: Allocate | None = None) -> tuple[torch.Tensor, GatherTarget | None]:
         buffer, shard = self._buffer.tensor, self._flat_param.data
-        self._buffer.alloc(pool)
+        self._buffer.alloc(pool, memory if self.target is None else None)
         if shard.device != buffer.device:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             shard = shard.to(buffer.device, non_blocking=True)

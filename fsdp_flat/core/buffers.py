@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_flat.comm import Allocate
 from fsdp_flat.core.torch_core import swap_memory
 
 # Largest number of freed blocks of one size that the pool keeps.
@@ -81,13 +82,19 @@ class FlatBuffer:
         """Number of bytes allocated."""
         return self.tensor.untyped_storage().nbytes()
 
-    def alloc(self, pool: MemoryPool) -> bool:
-        """Allocate memory from ``pool`` (undefined content); return False if there is memory already."""
+    def alloc(self, pool: MemoryPool, memory: Allocate | None = None) -> bool:
+        """Allocate memory (undefined content) from ``pool``, or by ``memory``; return False if there is memory already.
+
+        What ``memory`` allocates becomes the buffer's, which a free gives back to it.
+        """
         storage, nbytes = self.tensor.untyped_storage(), self._nbytes
         if not self.owns_memory or storage.nbytes() == nbytes:
             return False
         idle = pool.idle.get(nbytes)
-        if idle and storage.device.type == "cpu":
+        if memory is not None:
+            fresh = memory(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
+            swap_memory(storage, fresh.untyped_storage())
+        elif idle and storage.device.type == "cpu":
             swap_memory(storage, idle[-1])
             pool.blank.append(idle.pop())
         else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import is_accelerator
+from fsdp_flat.comm import Allocate, is_accelerator
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.layout import Layout
@@ -93,9 +93,9 @@ class FlatGradBuffer(FlatBuffer):
             elif waiting is not None:
                 self.waiting[index] = torch.zeros_like(waiting)  # not in place: autograd may hold the tensor
 
-    def close(self, pool: MemoryPool) -> torch.Tensor:
+    def close(self, pool: MemoryPool, memory: Allocate | None = None) -> torch.Tensor:
         """Return the flat gradient (1-D, ``layout.numel``): zero in padding and for parameters without a gradient."""
-        if self.alloc(pool):
+        if self.alloc(pool, memory):
             if self._by_rank is not None and len(self.waiting) == len(self._places):
                 grads = list(map(self.waiting.__getitem__, range(len(self._places))))
                 dtypes = set(map(_DTYPE, grads))
@@ -329,8 +329,8 @@ class Gradients:
         waiting = buffer.waiting.get(index)
         return layout.views(layout.unsharded_of(buffer.tensor))[index] if waiting is None else waiting
 
-    def take_flat(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
-        """Return the flat gradient, with memory from the pool, and remove it.
+    def take_flat(self, memory: Allocate | None = None) -> tuple[torch.Tensor, FlatGradBuffer | None]:
+        """Return the flat gradient, with memory from the pool or by ``memory``, and remove it.
 
         Returns:
             The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and None, or a buffer
@@ -342,7 +342,7 @@ class Gradients:
         if buffer is None:
             slots = self._slots
             return torch.zeros(slots.layout.numel, dtype=self.reduce_dtype, device=slots.spec.device), None
-        closed = buffer.close(self.pool)
+        closed = buffer.close(self.pool, memory)
         if closed.dtype == self.reduce_dtype:
             return closed, buffer
         flat = closed.to(self.reduce_dtype)

@@ -52,7 +52,7 @@ class Reduction:
         self._mean_divisor = groups.shard.size * self._replicate.size
         self._divided_by: float | torch.Tensor = 1.0
         with unrecorded():
-            flat, gradient = param_group.grads.take_flat()
+            flat, gradient = param_group.grads.take_flat(comm.choice.reduce_buffers)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm import ErrorTexts, agree, unrecorded
+from fsdp_flat.comm import Allocate, ErrorTexts, agree, unrecorded
 from fsdp_flat.core.all_gather_output import AllGatherOutput
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, PerParamTarget
@@ -317,7 +317,7 @@ class TensorOutput(AllGatherOutput):
     def gathered_nbytes(self) -> int:
         return self.full_nbytes or sum(each.nbytes_to_gather(local) for each, local in self._locals())
 
-    def send(self, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget | None]:
+    def send(self, pool: MemoryPool, memory: Allocate | None = None) -> tuple[torch.Tensor, GatherTarget | None]:
         """Return this rank's inputs as one row of bytes, and the target of all ranks' rows.
 
         Before the first all-gather ranks compare what they send.

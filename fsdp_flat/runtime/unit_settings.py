@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
-from fsdp_flat.comm import AllGather, CollectiveOverrides, ReduceScatter, memory_of_group, second_group
+from fsdp_flat.comm import (
+    AllGather,
+    Allocate,
+    CollectiveOverrides,
+    ReduceScatter,
+    memory_of_group,
+    second_group,
+    symmetric_memory,
+)
 from fsdp_flat.core.group_collectives import GroupCollectives
 from fsdp_flat.core.memory import MemoryState
 from fsdp_flat.core.options import Phase, ReductionPolicy
 from fsdp_flat.core.step import step_of
 from fsdp_flat.core.torch_core import LOW_PRECISION_HOOKS
 from fsdp_flat.core.unit import Unit, own_unit, units_of
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.runtime.unit_record import unit_record
 
 
@@ -205,26 +214,29 @@ class UnitSettings(nn.Module):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
 
-        NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and
-        the unit's buffers. ``enable=False`` returns to the unit's buffers alone.
+        NCCL then communicates without copies of its own on some networks. Flat buffers of the wrapper are in that
+        memory themselves, from torch 2.12 on; of ``fully_shard`` it is where all-gathers arrive and gradients are sent
+        from. A backend without an allocator, as gloo, is named in the log, and the unit's buffers stay where they are,
+        as with ``enable=False``.
 
         Raises:
             PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set, which allocates by itself; or
                 a step is under way.
-            UnsupportedError: the backend has no allocator, as gloo.
         """
-        choices = {}
-        for comm in [param_group.comm for param_group in own_unit(self).param_groups]:
-            choice, shard, device = comm.choice, comm.options.groups.shard, comm.options.device
-            if choice.all_gather is not None or choice.reduce_scatter is not None:
-                raise PhaseError(
-                    f"Unit {comm.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate "
-                    "returns. Use either those or set_allocate_memory_from_process_group_for_comm."
-                )
-            groups = [shard.group, (choice.reduce_group or shard).group]
-            gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
-            choices[comm] = replace(choice, gather_memory=gather, reduce_memory=reduce)
-        replace_collectives([own_unit(self)], choices)
+        _use_memory(own_unit(self), memory_of_group if enable else lambda *_: None)
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Take the memory of this module's all-gathers and reduce-scatters from symmetric memory of the ranks.
+
+        From NCCL 2.27 on the backend has faster collectives in such memory between GPUs joined by NVLink. Buffers use
+        it as that of :meth:`set_allocate_memory_from_process_group_for_comm`, which with False returns to ordinary
+        memory. Where there is none (a CPU, another backend, an older torch or NCCL) the log says why, and the unit's
+        buffers stay where they are. Every rank must call this.
+
+        Raises:
+            PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set; or a step is under way.
+        """
+        _use_memory(own_unit(self), lambda group, device: symmetric_memory(group, device, backend))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """Replace the all-gather of this module's unit in later steps. Every rank must replace it.
@@ -296,18 +308,6 @@ class UnitSettings(nn.Module):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: all-gathers are always asynchronous here."""
 
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
-        """Refuse symmetric memory, which the library does not allocate.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
-            "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
-            "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
-        )
-
 
 def _check_one_mesh(unit: Unit, what: str) -> None:
     """Raise an OptionError if the parameters of a unit are on several meshes: ``what`` communicates over one."""
@@ -334,6 +334,23 @@ def _check_between_steps(units: Iterable[Unit]) -> None:
                 f"Collectives of unit {unit.name!r} were replaced while it is {unit.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."
             )
+
+
+def _use_memory(unit: Unit, memory: Callable[[ProcessGroup, torch.device], Allocate | None]) -> None:
+    """Have the backend's collectives of a unit use other memory in later steps, by group and device."""
+    _check_between_steps([unit])  # before ranks meet
+    choices = {}
+    for comm in [param_group.comm for param_group in unit.param_groups]:
+        choice, shard, device = comm.choice, comm.options.groups.shard, comm.options.device
+        if choice.all_gather is not None or choice.reduce_scatter is not None:
+            raise PhaseError(
+                f"Unit {comm.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. "
+                "Use either those or memory of the process group, or symmetric memory."
+            )
+        groups = [shard.group, (choice.reduce_group or shard).group]
+        gather, reduce = (memory(group, device) if group is not None else None for group in groups)
+        choices[comm] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+    replace_collectives([unit], choices)
 
 
 def _use_custom(unit: Unit, comm: Any, what: str, collective: str, memory: str) -> None:

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.collectives import QuantizedReduceScatter, use_collectives
-from fsdp_flat.comm import torch_comm
+from fsdp_flat.comm import custom, torch_comm
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
-from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
+from fsdp_flat.errors import OptionTypeError, PhaseError
 from tests.support import assert_close, on_ranks
 from tests.support.beside import BOTH, WRAPPER_FRONTS, Beside, blocks_and_root, grads_of
 from tests.support.kit import mesh
 from tests.support.models import Stack
+from tests.support.patience import logged
 from tests.support.peer import needs_of_torch
 from tests.support.steps import recorded, shared_memory
 
@@ -188,18 +189,24 @@ class Unchecked(Reductions):
 
 
 @on_ranks(2)
-def test_a_backend_without_an_allocator_is_refused(rank: int) -> None:
-    ours = blocks_and_root(Stack())
-    with pytest.raises(UnsupportedError, match="'gloo' cannot allocate memory for communication on cpu"):
-        ours.set_allocate_memory_from_process_group_for_comm(True)
-    ours.set_allocate_memory_from_process_group_for_comm(False)
-    with pytest.raises(UnsupportedError, match="NCCL's symmetric memory"):
-        ours.set_symm_mem_for_comm()
+def test_where_there_is_no_such_memory_the_log_says_so_and_steps_go_on(rank: int) -> None:
+    beside = Beside(Stack(), "fully_shard")
+    custom.warn_once.cache_clear()
+    with logged() as texts:
+        for module in (beside.ours, *beside.ours.blocks):
+            module.set_allocate_memory_from_process_group_for_comm(True)
+            module.set_symm_mem_for_comm()
+        beside.ours.set_allocate_memory_from_process_group_for_comm(False)
+    assert len(texts) == 2
+    assert "'gloo' cannot allocate memory for communication on cpu" in texts[0]
+    assert "not in symmetric memory of NCCL: cpu has none" in texts[1]
+    beside.train(num_steps=2)
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("front", ["flat", "fully_shard"])
-def test_collectives_use_the_memory_of_a_backend(front: str) -> None:
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_collectives_use_the_memory_of_a_backend(front: str, symmetric: bool) -> None:
     memory = Memory()
 
     def allocator(group: Any, device: torch.device) -> Callable[..., torch.Tensor]:
@@ -207,8 +214,12 @@ def test_collectives_use_the_memory_of_a_backend(front: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_comm, "tensor_allocator", allocator)
+        patch.setattr(torch_comm, "symmetric_allocator", lambda *_: memory.allocate)
         beside = Beside(Stack(), front)
-        beside.ours.set_allocate_memory_from_process_group_for_comm(True)
+        if symmetric:
+            beside.ours.set_symm_mem_for_comm("NCCL")
+        else:
+            beside.ours.set_allocate_memory_from_process_group_for_comm(True)
         beside.train()
         # One all-gather of the root, and the input and output of its reduce-scatter.
         assert len(memory.sizes) == 3
@@ -229,6 +240,8 @@ def test_memory_of_the_backend_and_custom_objects_exclude_each_other(rank: int) 
         ours.set_custom_all_gather(Gathers())
         with pytest.raises(AssertionError, match="custom all-gather or reduce-scatter"):
             ours.set_allocate_memory_from_process_group_for_comm(True)
+        with pytest.raises(AssertionError, match="custom all-gather or reduce-scatter"):
+            ours.set_symm_mem_for_comm()
         ours.blocks[0].set_custom_reduce_scatter(Reductions())
         with pytest.raises(PhaseError, match="custom all-gather or reduce-scatter"):
             ours.blocks[0].set_allocate_memory_from_process_group_for_comm(True)

@@ -54,7 +54,7 @@ def pools_on_gpu() -> Iterator[WarmPools]:
     pools.close()
 
 
-def train_over_nccl() -> tuple[str, str, list[float]]:
+def train_over_nccl(memory_of_nccl: bool) -> tuple[str, str, list[float]]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     total = torch.ones(1) * (rank + 1)
     dist.all_reduce(total)
@@ -62,6 +62,8 @@ def train_over_nccl() -> tuple[str, str, list[float]]:
     assert init_device_mesh(mesh_type(), (num_ranks,)).get_local_rank() == rank
     torch.manual_seed(0)
     model = FSDP(Stack(), auto_wrap_policy=BLOCKS)
+    for wrapper in FSDP.fsdp_modules(model):
+        wrapper.set_allocate_memory_from_process_group_for_comm(memory_of_nccl)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
     for step in range(3):
@@ -78,6 +80,11 @@ def train_over_nccl() -> tuple[str, str, list[float]]:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_CUDA)
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_train_over_nccl_on_one_gpu(num_ranks: int, pools_on_gpu: WarmPools) -> None:
-    results = Ranks(pools_on_gpu, num_ranks, 120.0).run(train_over_nccl)
-    assert {(backend, device) for backend, device, _ in results} == {("nccl", "cuda:0")}
-    assert len({tuple(losses) for *_, losses in results}) == 1
+    ranks = Ranks(pools_on_gpu, num_ranks, 120.0)
+    found = []
+    for memory_of_nccl in (False, True):
+        results = ranks.run(train_over_nccl, memory_of_nccl)
+        assert {(backend, device) for backend, device, _ in results} == {("nccl", "cuda:0")}
+        (losses,) = {tuple(losses) for *_, losses in results}
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

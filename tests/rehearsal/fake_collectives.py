@@ -47,20 +47,20 @@ class FakeCollectives:
 
     def __init__(self, machine: Machine, recorder: MemoryRecorder) -> None:
         self._machine = machine
-        self._recorder = recorder
+        self.recorder = recorder
 
     def _begin(
         self, name: str, group: Any, is_async: bool, reads: list[torch.Tensor], writes: list[torch.Tensor]
     ) -> FakeWork | None:
         group = group or dist.group.WORLD
-        if not all(map(self._recorder.is_on_device, (*reads, *writes))):
-            self._recorder.check_devices(name, [*reads, *writes])
-            self._recorder.note(name, self._machine.host, reads, writes)
+        if not all(map(self.recorder.is_on_device, (*reads, *writes))):
+            self.recorder.check_devices(name, [*reads, *writes])
+            self.recorder.note(name, self._machine.host, reads, writes)
             work = FakeWork(self._machine, None, [])
         else:
             stream = self._machine.stream_of_group(group, f"group {dist.get_process_group_ranks(group)}")
             stream.wait_stream(self._machine.current)
-            self._recorder.note(name, stream, reads, writes)
+            self.recorder.note(name, stream, reads, writes)
             work = FakeWork(self._machine, stream.record_event(), [*reads, *writes])
         if is_async:
             return work

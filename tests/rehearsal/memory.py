@@ -148,6 +148,17 @@ class MemoryRecorder(TorchDispatchMode):
                 self._allocate(storage, self._machine.current, block.label)
         return result
 
+    def swap_storages(
+        self, swap: Callable[..., None], first: torch.UntypedStorage, second: torch.UntypedStorage
+    ) -> None:
+        """Stand in for ``UntypedStorage._swap_data_ptr_``: what one of two storages had, the other has."""
+        swap(first, second)
+        blocks = [self._blocks.pop(storage._cdata, None) for storage in (first, second)]
+        for storage, block, own in zip((second, first), blocks, reversed(blocks), strict=True):
+            if block is not None:
+                block.label = own.label if own is not None else block.label
+                self._blocks[storage._cdata] = block
+
     def name_storages(self) -> None:
         """Give blocks the names that the model gives their storages."""
         for key, label in self._labels().items():

@@ -4,6 +4,7 @@
   the order in which a step first uses them.
 * ``fsdp_flat.runtime.construction.default_device`` returns the accelerator.
 * ``fsdp_flat.comm.torch_comm`` holds aliases of two functions of ``torch.distributed``.
+* ``fsdp_flat.core.buffers.swap_memory`` moves memory from one storage to another, which no operation shows.
 * :func:`gathering_units` watches the two methods of a unit that begin and end its all-gather.
 * :func:`names_of_storages`, :func:`unsharded_buffers` and :func:`num_unsharded` ask units for their handles, shards,
   unsharded buffers and flat gradients.
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import fsdp_flat.core.buffers
 import fsdp_flat.core.step
 import fsdp_flat.runtime.construction
 from fsdp_flat.comm import Pending, torch_comm
@@ -48,6 +50,10 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
                     replace(owner, name, function)
         for name in ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier"):
             replace(dist, name, collectives.waits(name, getattr(dist, name)))
+        swap = fsdp_flat.core.buffers.swap_memory
+        if swap is not None:
+            watched = functools.partial(collectives.recorder.swap_storages, swap)
+            replace(fsdp_flat.core.buffers, "swap_memory", watched)
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,3 +105,35 @@ def test_an_event_before_the_optimizer_is_found_by_the_check() -> None:
     with rehearsal() as run:
         trained_after(run, optimizer_first=False)
     assert run.findings
+
+
+@BOTH_KINDS
+@pytest.mark.skipif(not torch_comm.MOVES_MEMORY, reason="torch before 2.12 moves no memory between storages")
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_flat_buffers_in_the_memory_of_the_backend_are_ordered_and_copied_no_more_than_others(
+    use_orig_params: bool, symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def allocate(size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        sizes.append(math.prod((size,) if isinstance(size, int) else size))
+        return torch.empty(size, dtype=dtype, device=device)
+
+    monkeypatch.setattr(torch_comm, "tensor_allocator", lambda *_: allocate)
+    monkeypatch.setattr(torch_comm, "symmetric_allocator", lambda *_: allocate)
+    logs = []
+    for in_memory in (False, True):
+        with rehearsal() as run:
+            model: Any = run.wrap(use_orig_params=use_orig_params)
+            for wrapper in model.fsdp_modules(model) if in_memory else ():
+                if symmetric:
+                    wrapper.set_symm_mem_for_comm()
+                else:
+                    wrapper.set_allocate_memory_from_process_group_for_comm(True)
+            train(run, model)
+            logs.append([entry for entry in run.recorder.log if "copy" in entry or "all_gather" in entry])
+        run.check()
+    assert logs[0] == logs[1]
+    num_units, num_steps = len(units_of(model)), 2
+    # Of each unit in a step: its gradient, its reduced shard, and its parameters, once or twice.
+    assert 3 * num_units * num_steps < len(sizes) <= 4 * num_units * num_steps

@@ -70,13 +70,13 @@ def wait_until(event: str) -> None:
 
 
 @contextmanager
-def logged(event: str) -> Iterator[list[str]]:
-    """Collect the texts that the library logs inside the block, and tell of an event once there is one."""
+def logged(event: str | None = None) -> Iterator[list[str]]:
+    """Collect the texts that the library logs inside the block, and tell of an event, if given, once there is one."""
     texts: list[str] = []
 
     def keep(record: logging.LogRecord) -> None:
         texts.append(record.getMessage())
-        if len(texts) == 1:
+        if event is not None and len(texts) == 1:
             tell(event)
 
     handler, logger = logging.Handler(), logging.getLogger("fsdp_flat")

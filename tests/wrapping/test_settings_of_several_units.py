@@ -13,7 +13,7 @@ from fsdp_flat.collectives import use_collectives
 from fsdp_flat.comm import torch_comm
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import units_of
-from fsdp_flat.errors import PhaseError, UnsupportedError
+from fsdp_flat.errors import PhaseError
 from tests.support import on_ranks
 from tests.support.beside import blocks_and_root
 from tests.support.experts import Meshes, needs_mesh_infos
@@ -46,24 +46,19 @@ def test_collectives_of_all_units_are_replaced_or_none(call: str) -> None:
 
 @needs_mesh_infos
 @on_ranks(4)
-@pytest.mark.parametrize("enable", [True, False])
-def test_memory_is_allocated_by_the_groups_of_all_meshes_or_none(enable: bool) -> None:
+def test_memory_is_of_the_group_of_each_mesh_that_has_some_and_stays_during_a_step() -> None:
     model = Meshes.of(4, 2).shard(seeded(Moe), fully_shard)
     (unit,) = units_of(model.blocks[0])
     outer, inner = [handle.comm for handle in unit.param_groups]
-    error: Any = UnsupportedError
-    if not enable:
-        error = PhaseError
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch_comm, "tensor_allocator", lambda *_: torch.empty)
-            model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
-        unit.gather()
-    before = outer.choice, inner.choice
     with pytest.MonkeyPatch.context() as patch:
         of_outer = outer.options.groups.shard.group
         patch.setattr(torch_comm, "tensor_allocator", lambda group, _: torch.empty if group is of_outer else None)
-        with pytest.raises(error):
-            model.blocks[0].set_allocate_memory_from_process_group_for_comm(enable)
+        model.blocks[0].set_allocate_memory_from_process_group_for_comm(True)
+    before = outer.choice, inner.choice
+    assert [choice.gather_memory is None for choice in before] == [False, True]
+    unit.gather()
+    with pytest.raises(PhaseError):
+        model.blocks[0].set_allocate_memory_from_process_group_for_comm(False)
     assert (outer.choice, inner.choice) == before
     model.blocks[0].reshard()
 
