@@ -108,7 +108,7 @@ class _ExtendedParam:
         else:
             pre_all_gather = cast(Any, local).fsdp_pre_all_gather
             args = () if self._takes_mesh_only else (self._size, self._stride, self._module, self._policy)
-            inputs, self._metadata = pre_all_gather(self._mesh, *args)
+            inputs, self._metadata = self._checked_inputs(pre_all_gather(self._mesh, *args))
             self._check_padding(local, inputs)
         sizes = [each.size() for each in inputs]
         if self.outputs and sizes != self._input_sizes:
@@ -164,6 +164,18 @@ class _ExtendedParam:
                 f"part has shape {tuple(local.size())}. The parameter is sharded unevenly over "
                 f"{self._spec.world_size} ranks, so each must have the padded shape {tuple(self._padded_size)}."
             )
+
+    def _checked_inputs(self, result: Any) -> tuple[Sequence[torch.Tensor], Any]:
+        is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+        inputs = result[0] if is_pair else None
+        # FSDP2 takes a tensor for the sequence of its rows.
+        if not isinstance(inputs, (tuple, list, torch.Tensor)) or not all(isinstance(t, torch.Tensor) for t in inputs):
+            got = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, (tuple, list)) else "")
+            raise ShardingError(
+                f"fsdp_pre_all_gather of parameter {self.describe()} returned {got}; expected two values: a tuple of "
+                "the tensors to send, and what fsdp_post_all_gather gets as metadata (None, if it needs none)."
+            )
+        return cast(Sequence[torch.Tensor], inputs), result[1]
 
     def _error_of_result(self, got: str) -> ShardingError:
         return ShardingError(

@@ -550,6 +550,18 @@ def test_an_extension_that_returns_no_whole_parameter_is_refused_by_name(mistake
 
 
 @on_ranks(2)
+def test_an_extension_that_sends_no_pair_of_tensors_and_metadata_is_refused_by_name() -> None:
+    layer = changed(whole_and(both, copied))
+    local, x = layer.weight._local_tensor, batch(dist.get_rank())
+    result: Any
+    results = {"a Tensor;": local, "a tuple of 1;": (local,), "a NoneType;": None, "a tuple of 2;": (3, None)}
+    for got, result in results.items():
+        local.fsdp_pre_all_gather = lambda _mesh: result  # type: ignore[union-attr] # noqa: B023
+        with pytest.raises(ShardingError, match=rf"'weight' \(8, 8\).*returned {got}.*a tuple of the tensors to send"):
+            layer(x)
+
+
+@on_ranks(2)
 def test_an_extension_of_the_old_form_that_sends_too_few_rows_is_refused_by_name() -> None:
     layer = changed(whole_and(both, copied), sends=lambda local: local[:-1].bfloat16())
     with pytest.raises(ShardingError, match=r"'weight' \(8, 8\).*returned a Tensor of shape \(6, 8\)"):
