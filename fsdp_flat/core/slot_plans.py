@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.core.flat_parameter import refuse_replaced, set_grad, warn_of_lost_hooks
+from fsdp_flat.core.flat_parameter import refuse_replaced, replace_shard, set_grad, warn_of_lost_hooks
 from fsdp_flat.core.params import PLAIN, ManagedParam
 from fsdp_flat.core.placeholders import ShardedPlaceholder, module_guard
 from fsdp_flat.core.slots import (
@@ -127,7 +127,7 @@ class OriginalsPlan(SlotPlan):
         for each in self.visible(slots):
             param, data = each.param, each.part_of(shard)
             grad, param.grad = param.grad, None
-            param.data = data
+            replace_shard(param, data)
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)

@@ -177,10 +177,10 @@ class Step:
         iteration = Iteration(compiler)
         for guard in EVENTS.tree_built:
             guard(self, iteration)
-        self.order.begin_iteration(iteration)
         self.streams.optimizer_stepped()
         while self.at_next_forward:
             self.at_next_forward.pop()()
+        self.order.begin_iteration(iteration)
         self._cast_buffers()
         # Modules in these units may be called by themselves, and gradients must reach the unsharded parameters.
         for replicated in self._replicated:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,8 +52,21 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         if was_meta and not shard.is_meta and type(shard) is torch.Tensor:
             record = unit_record(unit)
             record.unwritten = [*(record.unwritten or ()), *unwritten_params(unit, param_group)]
+        if shard.is_meta and not was_meta and not unit.options.api.stays_on_meta:
+            unit.step.at_next_forward.append(partial(_check_has_values, unit))
     _follow_parameters(unit)
     return True
+
+
+def _check_has_values(unit: Unit) -> None:
+    if any(param_group.storage.empty().is_meta for param_group in unit.param_groups):
+        unit.step.at_next_forward.append(partial(_check_has_values, unit))
+        raise UsageError(
+            f"The forward of unit {unit.step.root.name!r} was called on rank {unit.options.groups.shard.rank}, and "
+            f"parameters of unit {unit.name!r} are on the meta device, without values, since model.to('meta'). "
+            "Build and wrap the model anew, or call model.to_empty(device=...) and load a state dict before the "
+            "forward."
+        )
 
 
 def _follow_parameters(unit: Unit) -> None:

@@ -297,6 +297,21 @@ def test_tensors_that_left_the_meta_device_without_values_are_named_at_the_first
     FSDP(built, param_init_fn=leave_empty, sync_module_states=True, **kinds)(x)
 
 
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@on_ranks(2)
+def test_a_forward_after_a_move_to_the_meta_device_is_an_error_until_values_are_loaded(use_orig_params: bool) -> None:
+    model = by_policy(stack("cpu"), use_orig_params=use_orig_params)
+    x = torch.ones(2, 3)
+    expected, state = model(x), whole_state(model)
+    model.to("meta")
+    for _ in range(2):
+        text = message(UsageError, RuntimeError, lambda: model(x))
+        assert "are on the meta device, without values, since model.to('meta')" in text
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    assert_equal(model(x), expected)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("sync", [False, "auto", "raise", True])
 @pytest.mark.parametrize("part", ["all", "first"])
