@@ -116,13 +116,15 @@ def _diff(
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any format.")],
     key: Key = None,
+    atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute difference of values that is none.")] = 0.0,
+    rtol: Annotated[float, typer.Option("--rtol", min=0, help="The same, as a factor of the value in B.")] = 0.0,
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: names, shapes, values."""
     from fsdp_flat.tools.diff import show_differences
 
-    return show_differences(a, b, key=key, allow_pickle=allow_pickle, as_json=as_json)
+    return show_differences(a, b, key=key, atol=atol, rtol=rtol, allow_pickle=allow_pickle, as_json=as_json)
 
 
 @app.command("convert", epilog="Example: fsdp-flat convert run/step-00000100 hub --to safetensors")

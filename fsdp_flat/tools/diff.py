@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,11 +19,13 @@ from fsdp_flat.tools.text import shortened
 _BUFFER_NBYTES = 1 << 20
 
 
-def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickle: bool, as_json: bool) -> int:
-    """Show how two checkpoints differ; return 1 if they do."""
+def show_differences(
+    path_a: Path, path_b: Path, *, key: str | None, atol: float, rtol: float, allow_pickle: bool, as_json: bool
+) -> int:
+    """Show how two checkpoints differ, but for values within a tolerance; return 1 if they do."""
     opened = [open_checkpoint(path, allow_pickle=allow_pickle) for path in (path_a, path_b)]
     a, b = compared_parts(opened[0], opened[1], key)
-    found = list(differences(a, b))
+    found = list(differences(a, b, atol, rtol))
     rows = [
         [
             each.name,
@@ -34,9 +37,18 @@ def show_differences(path_a: Path, path_b: Path, *, key: str | None, allow_pickl
         for each in found
     ]
     table = TextTable(("name", "differs in", "A", "B", "norm of A>", "norm of B>", "largest difference>"), rows)
-    equal = f"{counted(len(a.tensors), 'tensors')} and {counted(len(a.values), 'values')} are equal, bit by bit"
+    how = f"but for at most {atol:g} + {rtol:g} times the value in B" if atol or rtol else "bit by bit"
+    last = f"{counted(len(a.tensors), 'tensors')} and {counted(len(a.values), 'values')} are equal, {how}"
+    if found:
+        num_all = len({dotted_name(keys) for each in (a, b) for keys in (*each.tensors, *each.values)})
+        last = f"{len({each.name for each in found})} of {num_all} entries differ"
+        # A difference that is NaN is the largest.
+        by_size = [(math.isnan(each.largest), each.largest, each.name) for each in found if each.largest is not None]
+        if by_size:
+            _, largest, name = max(by_size)
+            last += f", values by at most {largest:.6g}, in {name}"
     data = {"a": str(path_a), "b": str(path_b), "num_compared": len(a.tensors), "differences": list(map(asdict, found))}
-    show(data, table if found else equal, as_json=as_json)
+    show(data, table, last, as_json=as_json)
     return int(bool(found))
 
 
@@ -75,8 +87,13 @@ def compared_parts(a: StoredCheckpoint, b: StoredCheckpoint, key: str | None) ->
     return tuple(models)
 
 
-def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[EntryDifference]:
-    """Yield every difference, in the order of names; some rows of a tensor are in memory at a time."""
+def differences(
+    a: StoredCheckpoint, b: StoredCheckpoint, atol: float = 0.0, rtol: float = 0.0
+) -> Iterator[EntryDifference]:
+    """Yield every difference, in the order of names; some rows of a tensor are in memory at a time.
+
+    Values of tensors that differ by at most ``atol + rtol * abs(b)`` are taken for equal.
+    """
     in_a, in_b = ({dotted_name(keys): tensor for keys, tensor in each.tensors.items()} for each in (a, b))
     for name in sorted({*in_a, *in_b}):
         if name not in in_b:
@@ -84,7 +101,7 @@ def differences(a: StoredCheckpoint, b: StoredCheckpoint) -> Iterator[EntryDiffe
         elif name not in in_a:
             yield EntryDifference(name, "only in B", in_b=_kind(in_b[name]))
         else:
-            yield from _of_tensors(name, in_a[name], in_b[name])
+            yield from _of_tensors(name, in_a[name], in_b[name], atol, rtol)
     values_a, values_b = ({dotted_name(keys): value for keys, value in each.values.items()} for each in (a, b))
     for name in sorted({*values_a, *values_b}):
         texts = [repr(values[name]) if name in values else "" for values in (values_a, values_b)]
@@ -97,7 +114,7 @@ def _kind(tensor: TensorInFiles) -> str:
     return f"{tensor.dtype} {tensor.shape}".removeprefix("torch.")
 
 
-def _of_tensors(name: str, a: TensorInFiles, b: TensorInFiles) -> Iterator[EntryDifference]:
+def _of_tensors(name: str, a: TensorInFiles, b: TensorInFiles, atol: float, rtol: float) -> Iterator[EntryDifference]:
     if a.shape != b.shape:
         yield EntryDifference(name, "shape", str(a.shape), str(b.shape))
         return
@@ -106,6 +123,9 @@ def _of_tensors(name: str, a: TensorInFiles, b: TensorInFiles) -> Iterator[Entry
     first: tuple[int, str, str] | None = None
     for start, left, right in _blocks(a, b):
         unequal = _unequal(left, right)
+        if atol or rtol:
+            wide_a, wide_b = _exact(left, right)
+            unequal &= ~((wide_a - wide_b).abs() <= atol + rtol * wide_b.abs())
         if bool(unequal.any()):
             at = int(unequal.nonzero()[0])
             first = start + at, str(left[at].item()), str(right[at].item())

@@ -30,13 +30,14 @@ def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
                 found.append({"name": name, **open_checkpoint(path, allow_pickle=allow_pickle).summary()})
             except FsdpFlatError as error:
                 found.append({"name": name, "problem": str(error)})
-    rows = []
+    rows, has_problems = [], any("problem" in checkpoint for checkpoint in found)
     for checkpoint in found:
-        cells = [checkpoint.get("problem", ""), "", "", ""]
+        cells = ["", "", "", ""]
         if "problem" not in checkpoint:
             num_ranks = "" if checkpoint["num_ranks"] is None else str(checkpoint["num_ranks"])
             cells = [checkpoint["kind"], str(checkpoint["num_tensors"]), size_text(checkpoint["nbytes"]), num_ranks]
-        rows.append([checkpoint["name"], *cells])
-    table = TextTable(("name", "kind", "tensors>", "size>", "ranks>"), rows)
+        rows.append([checkpoint["name"], *cells, *([checkpoint.get("problem", "")] if has_problems else [])])
+    columns = ("name", "kind", "tensors>", "size>", "ranks>", *(["problem"] if has_problems else []))
+    table = TextTable(columns, rows)
     show(found, table if rows else f"{folder} has no checkpoints.", as_json=as_json)
-    return int(any("problem" in checkpoint for checkpoint in found))
+    return int(has_problems)

@@ -147,6 +147,34 @@ def test_diff_names_shapes_values_and_what_is_missing(tmp_path: Path, run_json: 
     assert (values["norm_a"], values["norm_b"]) == (5.0, pytest.approx(29**0.5))
 
 
+def test_diff_counts_what_differs_and_takes_a_tolerance(tmp_path: Path, run: Run) -> None:
+    a, b = tmp_path / "a.pt", tmp_path / "b.pt"
+    torch.save({"a": torch.tensor([1.0, 100.0]), "b": torch.zeros(2)}, a)
+    torch.save({"a": torch.tensor([1.0, 101.0]), "b": torch.tensor([0.0, 1e-3])}, b)
+
+    def last(*options: object) -> tuple[int, str]:
+        status, text, _ = run("diff", a, b, *options)
+        return status, text.splitlines()[-1]
+
+    assert last() == (1, "2 of 2 entries differ, values by at most 1, in a")
+    assert last("--rtol", 0.01) == (1, "1 of 2 entries differ, values by at most 0.001, in b")
+    assert last("--rtol", 0.01, "--atol", 0.01) == (
+        0,
+        "2 tensors and 0 values are equal, but for at most 0.01 + 0.01 times the value in B",
+    )
+    assert "--atol" in run("diff", a, b, "--atol", -1)[2]
+
+
+def test_ls_shows_what_cannot_be_read_in_a_column_of_its_own(tmp_path: Path, run: Run) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "a.pt")
+    (tmp_path / "b.pt").write_bytes(b"none")
+    status, text, _ = run("ls", tmp_path)
+    heads, good, bad = text.splitlines()
+    assert (status, heads.split()) == (1, ["name", "kind", "tensors", "size", "ranks", "problem"])
+    assert good.split() == ["a.pt", "torch", "1", "8", "B"]
+    assert heads.index("problem") == bad.index(str(tmp_path / "b.pt"))
+
+
 def test_files_of_local_state_dicts_are_merged_to_the_flat_parameters(peer_files: Path, run_json: RunJson) -> None:
     _, found = run_json("show", peer_files / "fsdp1_local_files")
     shapes = {tensor["name"]: tensor["shape"] for tensor in found["tensors"] if "flat" in tensor["name"]}
