@@ -93,12 +93,19 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
 
     Raises:
         OptionError: ``path`` exists, or the checkpoint does not say what is the model.
-        UnsupportedError: the kind cannot hold a value of the checkpoint.
+        UnsupportedError: the kind cannot hold a value of the checkpoint, or its tensors are flat parameters.
         LoadError: the checkpoint is not complete.
     """
     check_local(path, "The target")
     if path.exists():
         raise OptionError(f"{path} exists; name a file or folder to make.")
+    if flat := [name for name in map(dotted_name, source.tensors) if name.split(".")[-1] == "_flat_param"]:
+        raise UnsupportedError(
+            f"{source.path} holds a LOCAL_STATE_DICT: {some_of(flat, 3)} is the flat parameter of a unit, and the "
+            "files do not say where in it each parameter is. Load it into the model, wrapped as it was, on as many "
+            "ranks, inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), and save that by save_full or "
+            "save_checkpoint."
+        )
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
         raise OptionError("--config and --dtype are for --to safetensors.")
     if kind in ("full", "safetensors") or (options.model_only and kind != "sharded"):

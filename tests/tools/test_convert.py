@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,6 +100,17 @@ def test_consolidate_merges_the_model_into_one_file(peer_files: Path, tmp_path: 
         assert run("consolidate", peer_files / "run", tmp_path / name)[0] == 0
         assert (tmp_path / name).is_file()
         assert run("diff", peer_files / "hub", tmp_path / name)[0] == 0
+
+
+@pytest.mark.parametrize("command", [("consolidate",), ("reshard", "--ranks", 4), ("convert", "--to", "dcp")])
+def test_flat_parameters_of_local_state_dicts_are_not_taken_for_a_model(
+    command: tuple[Any, ...], peer_files: Path, tmp_path: Path, run: Run
+) -> None:
+    status, _, errors = run(command[0], peer_files / "fsdp1_local_files", tmp_path / "out", *command[1:])
+    assert status == 2
+    assert "fsdp1_local_files holds a LOCAL_STATE_DICT: " in errors
+    assert "_flat_param" in errors
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reshard_writes_the_rows_of_each_of_the_ranks(peer_files: Path, tmp_path: Path, run_json: RunJson) -> None:
