@@ -86,6 +86,11 @@ def counted(num: int, noun: str) -> str:
     return f"{num:,} {one if num == 1 else noun}"
 
 
+def phrase(error: object) -> str:
+    """Return the text of an error without its full stop, as a part of another sentence."""
+    return str(error).rstrip(". ")
+
+
 def some_of(items: list[str] | tuple[str, ...], most: int, separator: str = ", ") -> str:
     """Join up to ``most`` of the items for an error text, and the number of the rest."""
     shown = separator.join(items[:most])

@@ -37,7 +37,7 @@ from fsdp_flat.checkpoint.format import (
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import UntilRanksMeet, digest_of, fingerprints, outliving_group, while_ranks_live
 from fsdp_flat.core import local_of, units_of
-from fsdp_flat.errors import LoadError, OptionError, RankMismatchError, UnsupportedError, some_of
+from fsdp_flat.errors import LoadError, OptionError, RankMismatchError, UnsupportedError, phrase, some_of
 from fsdp_flat.guards import ReplicatedTensors
 from fsdp_flat.layout import clean_fqn, renamed
 from fsdp_flat.runtime import Settings, differing_settings, group_settings
@@ -659,7 +659,7 @@ def load_checkpoint(
         problems, records, paths = zip(*told, strict=True)
         if not any(problems):
             break
-        skipped.append(next(filter(None, problems)))
+        skipped.append(phrase(next(filter(None, problems))))
     else:
         if not names and not skipped:
             return None

@@ -24,7 +24,7 @@ from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, file
 from fsdp_flat.comm import UntilRanksMeet, digest_of
 from fsdp_flat.core import copy_of, inner_tensors, local_of, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
-from fsdp_flat.errors import LoadError, RankMismatchError, some_of
+from fsdp_flat.errors import LoadError, RankMismatchError, phrase, some_of
 from fsdp_flat.layout import advice_on, clean_fqn, names_unlike, owners_of_constants, renamed
 from fsdp_flat.state import distributed_param, settings_for, state_dict_settings
 from fsdp_flat.state.plain_states import is_wrapper
@@ -302,7 +302,7 @@ def check_recorded_sums(paths: Sequence[Path], share: int, num_shares: int, show
         }
         check_sums(directory, dict(list(records.items())[share::num_shares]), show)
     except LoadError as error:
-        raise LoadError(f"{error} If the file was replaced on purpose, remove {sums}.") from error
+        raise LoadError(f"{phrase(error)}. If the file was replaced on purpose, remove {sums}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadError(f"{sums} cannot be read: {error!r}. Without it, files are loaded as they are.") from error
     return records
@@ -333,8 +333,8 @@ def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise LoadError(
-            f"{path} cannot be read by torch.load(weights_only=True): {error}. Expected a state dict of plain tensors, "
-            "or a .safetensors file."
+            f"{path} cannot be read by torch.load(weights_only=True): {phrase(error)}. Expected a state dict of plain "
+            "tensors, or a .safetensors file."
         ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         advice = advice_on(state, ()) if isinstance(state, Mapping) else ""

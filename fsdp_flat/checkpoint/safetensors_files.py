@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from fsdp_flat.checkpoint.format import Record, check_file, naming
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, phrase, some_of
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -204,4 +204,4 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
             # Not get_slice, which does not know that two numbers of F4 are one element of torch.
             return {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
     except (SafetensorError, RuntimeError) as error:
-        raise LoadError(f"{path} is no safetensors file, is truncated or was altered: {error}.") from error
+        raise LoadError(f"{path} is no safetensors file, is truncated or was altered: {phrase(error)}.") from error

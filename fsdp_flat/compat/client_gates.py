@@ -26,6 +26,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
+from fsdp_flat.errors import phrase
 from fsdp_flat.user_warnings import warn_user
 
 _logger = logging.getLogger("fsdp_flat")
@@ -138,7 +139,7 @@ def _treat(module: ModuleType) -> None:
     except AttributeError as error:
         warn_user(
             f"fsdp_flat cannot lift the checks by which {client} {version} refuses FSDP on CPUs, or leaves it out: "
-            f"{error}. It knows {client} {VERSIONS[client]}."
+            f"{phrase(error)}. It knows {client} {VERSIONS[client]}."
         )
         return
     _lifted.modules.add(name)

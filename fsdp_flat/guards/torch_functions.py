@@ -56,7 +56,7 @@ from fsdp_flat.core import (
     units_in_backward,
     units_of,
 )
-from fsdp_flat.errors import UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import UnsupportedError, UsageError, phrase, some_of
 from fsdp_flat.guards.optimizers import check_whole
 from fsdp_flat.runtime import check_gradients_set, clip_grads, outer_holder_in, unit_record
 
@@ -388,7 +388,8 @@ def _explain_none(error: Exception) -> None:
     units = sorted({unit.name for unit in [unit for unit in found if unit is not unit.step.root] or found})
     if units and "NoneType" in str(error) and _WHERE_GRADS_ARE not in str(error):
         error.args = (
-            f"{error}. It was raised in the backward of units {some_of(list(map(repr, units)), 4)}. {_WHERE_GRADS_ARE}",
+            f"{phrase(error)}. It was raised in the backward of units {some_of(list(map(repr, units)), 4)}. "
+            f"{_WHERE_GRADS_ARE}",
             *error.args[1:],
         )
 

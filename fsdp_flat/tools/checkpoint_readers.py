@@ -23,7 +23,7 @@ from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_
 from fsdp_flat.checkpoint.full_load import check_recorded_sums
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, files_in_index, read_safetensors
-from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.errors import LoadError, OptionError, phrase, some_of
 from fsdp_flat.layout import chunk_rows
 from fsdp_flat.tools.stored_checkpoint import (
     Keys,
@@ -108,7 +108,7 @@ def _open_newest(path: Path, allow_pickle: bool) -> StoredCheckpoint:
     checkpoints = list_checkpoints(path)
     for checkpoint in checkpoints:
         if checkpoint.problem:
-            warn_user(f"{checkpoint.problem}; passed over.")
+            warn_user(f"{phrase(checkpoint.problem)}; passed over.")
     complete = [checkpoint.path for checkpoint in checkpoints if not checkpoint.problem]
     if not complete:
         raise LoadError(f"{path} has no complete checkpoint.")

@@ -310,8 +310,10 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
         verify_files(tmp_path / "step-00000001")
     dist.barrier()
     if rank == 0:
-        with pytest.warns(UserWarning, match=f"passed over: .*{text}"):
+        with pytest.warns(UserWarning, match=f"passed over: .*{text}") as told:
             found = load_checkpoint(tmp_path, model, optimizer)
+        assert str(told[0].message).endswith(f"{found.skipped[0]}.")
+        assert ".." not in str(told[0].message)
     else:
         found = load_checkpoint(tmp_path, model, optimizer)
     assert (found.step, found.extra) == (0, "first")
