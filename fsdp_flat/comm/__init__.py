@@ -14,7 +14,17 @@ from fsdp_flat.comm.agreement import (
     fingerprints,
     meet,
 )
-from fsdp_flat.comm.calls import barrier_begun, doing, unit_names
+from fsdp_flat.comm.calls import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    RECOMPUTED,
+    Place,
+    Progress,
+    barrier_begun,
+    doing,
+    unit_names,
+)
 from fsdp_flat.comm.custom import (
     PACKINGS,
     AllGather,

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import failures
-from fsdp_flat.comm.calls import StallDetector, calls_of
+from fsdp_flat.comm.calls import Progress, StallDetector, calls_of
 from fsdp_flat.comm.exchanges import decoded, encoded, exchange_bytes, exchange_ints
 from fsdp_flat.comm.failures import has_failed, report_failure, reports_of_others
 from fsdp_flat.comm.given_up import will_not_come
@@ -359,7 +359,7 @@ def barrier(
             kind, reason, follows = PeerFailureError, "a collective of the group was given up", True
         difference = detector.difference() if waited > failures.LOOK_AFTER_S and not reason else None
         if difference is not None:
-            reason = "another rank is in another collective"
+            reason = f"another rank is in another collective; this rank is {Progress.place}"
         if not reason and waited >= patience and (waited >= limit or rank_group.rank == 0 or not warned):
             missing = store_barrier.missing()
             strangers = store_barrier.not_entered() if is_entered else missing

@@ -23,13 +23,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, parent_of
 from fsdp_flat.comm.torch_comm import ask_store
-from fsdp_flat.errors import RankMismatchError, UsageError
+from fsdp_flat.errors import RankMismatchError, UsageError, counted
 
 # Key, in the store of a group, for what a rank shows.
 _KEY = "fsdp_flat/calls/%d"
@@ -86,6 +86,37 @@ class Calls:
         self.error, self.gave_up, self.has_failed = "", False, False
 
 
+BETWEEN, FORWARD, BACKWARD, RECOMPUTED = range(4)
+_PHASES = ("between forwards and backwards", "in a forward", "in a backward", "in a recomputed forward")
+
+
+class Place(NamedTuple):
+    """Says where a rank is in training, for error texts.
+
+    Attributes:
+        phase: of the tree of units that ran last: ``BETWEEN``, ``FORWARD``, ``BACKWARD`` or ``RECOMPUTED``.
+        num_steps: number of steps of optimizers that hold parameters of units.
+        num_forwards: number of outermost forwards since the last of these.
+        in_no_sync: the last forward or backward was in ``no_sync``; an integer in messages.
+    """
+
+    phase: int = BETWEEN
+    num_steps: int = 0
+    num_forwards: int = 0
+    in_no_sync: int = False
+
+    def __str__(self) -> str:
+        steps, forwards = counted(self.num_steps, "optimizer steps"), counted(self.num_forwards, "forwards")
+        sync = "inside" if self.in_no_sync else "outside"
+        return f"{_PHASES[self.phase]}, after {steps} and {forwards} since, {sync} no_sync"
+
+
+class Progress:
+    """Holds the ``place`` of this process in training."""
+
+    place = Place()
+
+
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, Calls] = weakref.WeakKeyDictionary()
 _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 
@@ -140,12 +171,12 @@ class doing:
         _doing.pop()
 
 
-def mismatch(rank: int, theirs: str, own_rank: int, ours: str) -> RankMismatchError:
-    """Return the error for two ranks that came to different collectives."""
+def mismatch(rank: int, theirs: str, there: Place, own_rank: int, ours: str, here: Place) -> RankMismatchError:
+    """Return the error for two ranks that came to different collectives, at their places in training."""
     return RankMismatchError(
         f"Rank {rank} of the group came to {theirs} where rank {own_rank} came to {ours}: they do not run the same "
-        "units in the same order. Check that every rank builds the same model and takes the same branches, and that "
-        "an exception on one rank alone was not caught."
+        f"units in the same order. Rank {rank} is {there}; rank {own_rank} is {here}. Check that every rank builds the "
+        "same model and takes the same branches, and that an exception on one rank alone was not caught."
     )
 
 
@@ -186,7 +217,7 @@ class StallDetector:
 
         def exchange(store: dist.Store) -> None:
             # The time tells what is shown now from what was shown before.
-            wait = [time.monotonic_ns(), self._barrier_ranks, _State.has_begun_barriers]
+            wait = [time.monotonic_ns(), self._barrier_ranks, _State.has_begun_barriers, Progress.place]
             store.set(_KEY % own_rank, json.dumps([*wait, *ours.items()]))
             for rank in self.rank_group.others:
                 if store.check([_KEY % rank]):
@@ -194,8 +225,8 @@ class StallDetector:
 
         ask_store(parent_of(group), exchange)
         for rank, text in dict(shown).items():
-            _, barrier, has_begun, *last = json.loads(text)
-            error = self._error(rank, barrier, has_begun, dict(last), ours, calls.number)
+            _, barrier, has_begun, place, *last = json.loads(text)
+            error = self._error(rank, barrier, has_begun, Place(*place), dict(last), ours, calls.number)
             if error is None:
                 continue
             suspected = self._suspected.setdefault(rank, set())
@@ -213,6 +244,7 @@ class StallDetector:
         rank: int,
         barrier: list[int] | None,
         has_begun: bool,
+        place: Place,
         theirs: dict[int, list[Any]],
         ours: dict[int, list[Any]],
         number: int,
@@ -223,13 +255,14 @@ class StallDetector:
             rank: the other rank.
             barrier: the global ranks of a barrier of torch's, if it waits there.
             has_begun: it has begun a barrier without waiting for it, so it may not be the one that is missing there.
+            place: where it is in training.
             theirs, ours: the last calls, by number.
             number: of this rank's last call.
         """
         own_rank, last = self.rank_group.rank, max(theirs, default=0)
         for each, (unit, operation, described) in theirs.items():
             if each in ours and ours[each][:2] != [unit, operation]:
-                return mismatch(rank, described, own_rank, ours[each][2])
+                return mismatch(rank, described, place, own_rank, ours[each][2], Progress.place)
         waits_in_barrier = self._barrier_ranks is not None
         if (barrier is not None) == waits_in_barrier:
             return None

@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from fsdp_flat.comm.calls import StallDetector, calls_of
+from fsdp_flat.comm.calls import Progress, StallDetector, calls_of
 from fsdp_flat.comm.given_up import (
     REFUSED,
     REPORT,
@@ -172,7 +172,7 @@ def reports_of_others(rank_group: RankGroup, *, timed_out: bool = False) -> str:
 
 def failure_in(collective: str, rank_group: RankGroup, reason: str) -> PeerFailureError:
     """Report that this rank has failed in a collective, and return the error, with the reports of the others."""
-    own = f"was in {collective}"
+    own = f"was in {collective} ({Progress.place})"
     report_failure(rank_group, own)
     refrain(rank_group)
     return PeerFailureError(
@@ -200,12 +200,12 @@ def keep_waiting(
         waited = time.monotonic() - begun
         if waited >= WARN_AFTER_S and not is_logged:
             is_logged = True
-            text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
-            _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective)
+            text = "rank %d of the group has waited %.0f s for rank(s) %s in %s (%s)"
+            _logger.warning(text, rank_group.rank, WARN_AFTER_S, sorted(sources), collective, Progress.place)
         if will_not_come(rank_group, sources, gives_up=raises_early):
             raise failure_in(collective, rank_group, "a rank that it waits for has stopped")
         if (error := detector.difference()) is not None:
-            report_failure(rank_group, f"was in {collective}")
+            report_failure(rank_group, f"was in {collective} ({Progress.place})")
             raise error
         if is_over(max(LOOK_INTERVAL_S, waited / 10)):
             return

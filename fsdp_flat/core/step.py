@@ -28,7 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    RECOMPUTED,
     CollectiveLog,
+    Place,
+    Progress,
     RankGroup,
     Streams,
     pairs_by_order,
@@ -162,6 +168,7 @@ class Step:
         ``compiler`` is the compiler of the code that calls the unit, or None.
         """
         if self.backward is not None and graph_task_id() != -1:
+            Progress.place = Progress.place._replace(phase=RECOMPUTED)
             return ForwardRecord(unit, None)
         if self.order.iteration is None:
             self._begin_iteration(compiler)
@@ -174,6 +181,8 @@ class Step:
         """Begin an outermost forward."""
         self.recover()
         self._take_over_units()
+        _, num_steps, num_forwards, _ = Progress.place
+        Progress.place = Place(FORWARD, num_steps, num_forwards + 1, not self.root.control.sync_gradients)
         iteration = Iteration(compiler)
         for guard in EVENTS.tree_built:
             guard(self, iteration)
@@ -237,6 +246,7 @@ class Step:
         iteration = self.order.iteration
         assert iteration is not None
         self.order.end_iteration(self._replicated)
+        Progress.place = Progress.place._replace(phase=BETWEEN)
         if not iteration.expects_backward:
             # No backward follows to wait for copies of shards, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
@@ -266,6 +276,7 @@ class Step:
             by_order = [group for group, device in shard_groups if pairs_by_order(group, device)]
             report_left_out(by_order, "left a forward by an exception")
         self.order.fail()
+        Progress.place = Progress.place._replace(phase=BETWEEN)
         for unit in self.units:
             unit.abort()
         self.collective_log.trim()
@@ -276,6 +287,7 @@ class Step:
         if self.root.control.finalizes_by_hand and (self.has_unfinalized_gradients or self.backward is not None):
             self.has_lost_gradients = True
         self.backward, self.has_unfinalized_gradients = None, False
+        Progress.place = Progress.place._replace(phase=BETWEEN)
         self.order.forget()
         self.end.abort()
         for unit in self.units:
@@ -299,6 +311,8 @@ class Step:
         self.recover()
         self._take_over_units()
         self.backward = Backward(self._unshard_for_backward, self._post_backward)
+        in_no_sync = not self.root.control.sync_gradients
+        Progress.place = Progress.place._replace(phase=BACKWARD, in_no_sync=in_no_sync)
         return self.backward
 
     def complete_accumulation(self) -> None:
@@ -313,6 +327,8 @@ class Step:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached, in graph task ``task``."""
         record.task = task
         backward, unit = self._in_backward(), record.unit
+        if Progress.place.phase != BACKWARD:
+            Progress.place = Progress.place._replace(phase=BACKWARD)
         if record.iteration is not None:
             backward.reach(record)
         if self.order.retained is not None:
@@ -403,6 +419,7 @@ class Step:
         if end.unread is None and not backward.keeps_iterations:
             self.order.pending.remove(backward.iterations)
         self.pool.clear()
+        Progress.place = Progress.place._replace(phase=BETWEEN)
         self.root.log_event("root_post_backward")
         if has_met:
             # Last: a warning may raise on one rank alone, and no rank waits for it after this.

@@ -11,6 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsdp_flat.comm import Place, Progress
 from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import is_managed
@@ -56,8 +57,11 @@ class _Steps:
 
     @dynamo_disabled_here
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in self.known[optimizer][1] if optimizer in self.known else ():
+        groups = self.known[optimizer][1] if optimizer in self.known else ()
+        for group in groups:
             group.note_step()
+        if groups:
+            Progress.place = Place(num_steps=Progress.place.num_steps + 1)
 
     def _is_of_unit(self, param: torch.Tensor) -> bool:
         """Return whether a unit shards, replaces or unshards a parameter, or did before it was unwrapped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import RankMismatchError
+from fsdp_flat.comm import Place, Progress
+from fsdp_flat.errors import RankMismatchError, UsageError
 from tests.support import on_ranks
 from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside, batch, by_hand, by_policy, placed
-from tests.support.kit import square_loss
+from tests.support.kit import BLOCKS, square_loss, wrapped
 from tests.support.models import Block
+from tests.support.patience import impatient
 
 
 class Ordered(nn.Module):
@@ -121,3 +124,59 @@ def test_a_rank_of_one_replica_that_runs_units_in_another_order_makes_every_rank
 @on_ranks(4)
 def test_one_of_four_ranks_that_runs_units_in_another_order_makes_every_rank_raise() -> None:
     check("FULL_SHARD", by_policy, "after two steps", "originals", False, [2])
+
+
+def step(beside_model: FSDP, optimizer: torch.optim.Optimizer, *, times: int = 1, syncs: bool = True) -> None:
+    for number in range(times):
+        with nullcontext() if syncs and number == times - 1 else beside_model.no_sync():
+            square_loss(beside_model, batch(dist.get_rank(), number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# What rank 1 does otherwise, and where both ranks are then, in the words of docs/debugging.md.
+OUT_OF_STEP: dict[str, tuple[Callable[..., object], str, str]] = {
+    "a skipped backward": (
+        lambda model, optimizer: model(batch(1)),
+        "in a backward, after 2 optimizer steps and 1 forward since, outside no_sync",
+        "in a forward, after 2 optimizer steps and 2 forwards since, outside no_sync",
+    ),
+    "no_sync": (
+        lambda model, optimizer: step(model, optimizer, syncs=False),
+        "in a backward, after 2 optimizer steps and 1 forward since, outside no_sync",
+        "in a backward, after 2 optimizer steps and 1 forward since, inside no_sync",
+    ),
+    "more accumulations": (
+        lambda model, optimizer: step(model, optimizer, times=2),
+        "in a backward, after 2 optimizer steps and 1 forward since, outside no_sync",
+        "in a backward, after 2 optimizer steps and 1 forward since, inside no_sync",
+    ),
+    "one batch more": (
+        lambda model, optimizer: [step(model, optimizer) for _ in range(2)],
+        "between forwards and backwards, after 3 optimizer steps and 0 forwards since, outside no_sync",
+        "in a forward, after 3 optimizer steps and 1 forward since, outside no_sync",
+    ),
+}
+
+
+@pytest.mark.parametrize("cause", OUT_OF_STEP)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "gloo"])
+@on_ranks(2, timeout=50)
+def test_ranks_out_of_step_are_told_where_each_is(cause: str, shared: bool, rank: int) -> None:
+    otherwise, *places = OUT_OF_STEP[cause]
+    model = wrapped(Ordered().double(), auto_wrap_policy=BLOCKS, **placed("FULL_SHARD", shared_memory=shared))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Other tests of this process have made steps too.
+    Progress.place = Place()
+    for _ in range(2):
+        step(model, optimizer)
+
+    def go_on() -> None:
+        (otherwise if rank == 1 else step)(model, optimizer)
+        if cause != "one batch more":
+            step(model, optimizer)
+        model.state_dict()
+
+    with impatient(), pytest.raises((RankMismatchError, UsageError)) as caught:
+        go_on()
+    assert [place for place in places if place not in str(caught.value)] == []

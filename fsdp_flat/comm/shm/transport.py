@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.comm import failures
-from fsdp_flat.comm.calls import mismatch, unit_names
+from fsdp_flat.comm.calls import Place, Progress, mismatch, unit_names
 from fsdp_flat.comm.given_up import Pending, give_up
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
@@ -45,7 +45,7 @@ _IDLE_SENDS = 1024
 _OPERATIONS = {"gather": "an all-gather", "reduction": "a reduce-scatter", "transfer": "a transfer"}
 _PURPOSES = list(_OPERATIONS)
 _POST, _READ = 0, 1
-_HEADER = struct.Struct("<qqqqqq")
+_HEADER = struct.Struct("<10q")
 
 # Reads messages (1-D), by the rank that sent them, and returns the result. They are gone afterwards.
 Read = Callable[[dict[int, torch.Tensor]], torch.Tensor]
@@ -60,6 +60,11 @@ class _Header(NamedTuple):
     nbytes: int
     purpose: int
     unit: int  # id of the unit, 0 for none
+    # Where the sender is in training, as in ``Place``.
+    phase: int
+    num_steps: int
+    num_forwards: int
+    in_no_sync: int
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +83,7 @@ class Messages(Pending):
     purpose: str
     unit: int
     read: Read | None
+    place: Place
     arrived: dict[int, _Header] = field(default_factory=dict)
     result: Any = None
 
@@ -246,7 +252,7 @@ class SharedMemoryTransport:
                 segment, start = self._allocate(nbytes)
                 segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
                 segment.last_send, segment.is_empty = self._num_sends, False
-                header = _Header(_POST, segment.fd, start, nbytes, _PURPOSES.index(purpose), unit)
+                header = _Header(_POST, segment.fd, start, nbytes, _PURPOSES.index(purpose), unit, *Progress.place)
             self.sent_nbytes += nbytes
             segment.num_unread += 1
             if purpose == "transfer":
@@ -304,7 +310,7 @@ class SharedMemoryTransport:
         self, purpose: str, sources: Sequence[int], like: torch.Tensor, read: Read, *, unit: int = 0
     ) -> Messages:
         """Expect a message like the tensor ``like`` from each source, the next after those expected before."""
-        messages = Messages(self, list(sources), like.dtype, like.nbytes, purpose, unit, read)
+        messages = Messages(self, list(sources), like.dtype, like.nbytes, purpose, unit, read, Progress.place)
         for source in sources:
             self._expected[source].append(messages)
             if self._early[source]:
@@ -349,7 +355,7 @@ class SharedMemoryTransport:
                 continue
             theirs = f"{self.describe(purpose, header.unit)} ({header.nbytes} bytes)"
             ours = f"{self.describe(messages.purpose, messages.unit)} ({messages.nbytes} bytes)"
-            self._mismatch = mismatch(source, theirs, self.rank, ours)
+            self._mismatch = mismatch(source, theirs, Place(*header[-4:]), self.rank, ours, messages.place)
             failures.report_failure(self.rank_group, f"raised {type(self._mismatch).__name__}: {self._mismatch}")
 
     def describe(self, purpose: str, unit: int) -> str:
@@ -366,7 +372,9 @@ class SharedMemoryTransport:
         for rank, early in self._early.items():
             self.receive(rank)
             if early:
-                found[rank] = UsageError, f"goes on with {self.describe(_PURPOSES[early[0].purpose], early[0].unit)}"
+                collective = self.describe(_PURPOSES[early[0].purpose], early[0].unit)
+                where = f"{Place(*early[0][-4:])}; this rank is {Progress.place}"
+                found[rank] = UsageError, f"goes on with {collective} ({where})"
             elif rank in self._ended_ranks:
                 found[rank] = PeerFailureError, "has ended or closed its connections"
         return found
@@ -377,8 +385,8 @@ class SharedMemoryTransport:
             return failures.failure_in(collective, self.rank_group, f"rank {rank}, which has failed, has ended")
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} is in "
-            f"{collective}. If the output of rank {rank} has an error, that came first and this one follows from it; "
-            f"if it ended well, it made fewer steps than rank {self.rank}."
+            f"{collective} ({Progress.place}). If the output of rank {rank} has an error, that came first and this one "
+            f"follows from it; if it ended well, it made fewer steps than rank {self.rank}."
         )
 
 
