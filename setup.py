@@ -10,7 +10,7 @@ TEST = ["pytest", "hypothesis", "safetensors"]
 PICTURES = ["matplotlib"]
 DEMO = ["tqdm", *PICTURES]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
-CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
+CLIENTS = ["accelerate", "transformers", "lightning", "peft", "tensorboard", "wandb"]
 MIGRATE = ["libcst"]
 CLI = ["typer>=0.29", "rich", "tqdm", "safetensors"]
 # What `make docs` builds the site with.

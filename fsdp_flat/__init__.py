@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     )
     from fsdp_flat.extras.debug import debug as debug
     from fsdp_flat.extras.describe import describe as describe
+    from fsdp_flat.extras.metrics import step_metrics as step_metrics
     from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel as FullyShardedDataParallel
     from fsdp_flat.guards import check_replicas as check_replicas
     from fsdp_flat.runtime import (
@@ -109,6 +110,7 @@ else:
         ),
         "extras.debug": "debug",
         "extras.describe": "describe",
+        "extras.metrics": "step_metrics",
         "compat": "install installed uninstall",
         "checkpoint": (
             "iter_full_state_dict list_checkpoints load_checkpoint load_full save_checkpoint save_full "

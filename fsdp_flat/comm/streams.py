@@ -22,6 +22,7 @@ All units of a tree share one object. It ensures this order, without ``record_st
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -35,6 +36,8 @@ NOTHING: AbstractContextManager[Any] = nullcontext()
 _BLOCK_NBYTES = 1 << 26
 # In a block each tensor begins at a multiple of this.
 _ALIGNMENT = 64
+# While the time of waits is measured: so many may be under way on the accelerator before the host waits for the first.
+_MOST_WAITS = 1024
 # The device of tensors that stand for those of an accelerator where a plan runs a step on tensors without memory: they
 # take torch's operators of the CPU, and are told from tensors of the host by the index, which no real one has.
 PLANNED = torch.device("cpu", 0)
@@ -73,6 +76,10 @@ class Streams:
         self._kept_blocks: list[torch.Tensor] = []
         self._save_swap: HostSwap | None = None
         self._swap: HostSwap | None = None
+        self._measures_waits = False
+        # Events before and after each wait of compute that is not in the sum yet.
+        self._waits: deque[tuple[Any, Any]] = deque()
+        self._waited_s = 0.0
         self.all_gathers: AbstractContextManager[Any] = NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = NOTHING
@@ -109,12 +116,41 @@ class Streams:
     def wait_for_all_gathers(self) -> None:
         """Order compute issued from now on after the all-gathers issued so far."""
         if self._all_gather is not None:
-            self._current().wait_stream(self._all_gather)
+            self._wait_for(self._all_gather)
 
     def wait_for_reduce_scatters(self) -> None:
         """Order compute issued from now on after the reduce-scatters issued so far."""
         if self._reduce_scatter is not None:
-            self._current().wait_stream(self._reduce_scatter)
+            self._wait_for(self._reduce_scatter)
+
+    def _wait_for(self, stream: Any) -> None:
+        current = self._current()
+        if not self._measures_waits:
+            current.wait_stream(stream)
+            return
+        before, after = [torch.Event(self._device, enable_timing=True) for _ in range(2)]
+        current.record_event(before)
+        current.wait_stream(stream)
+        current.record_event(after)
+        self._waits.append((before, after))
+        if len(self._waits) > _MOST_WAITS:
+            self._add_wait()
+
+    def _add_wait(self) -> None:
+        before, after = self._waits.popleft()
+        after.synchronize()
+        self._waited_s += before.elapsed_time(after) / 1e3
+
+    def seconds_waited(self) -> float:
+        """Return how long compute has waited for communication since the last call; the first begins to measure.
+
+        It blocks the host until the accelerator has ended the waits issued so far.
+        """
+        self._measures_waits = True
+        while self._waits:
+            self._add_wait()
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
 
     def last_use(self) -> Any:
         """Return an event after the compute issued so far, for :meth:`buffers_freed`; None on the CPU."""

@@ -37,6 +37,7 @@ class Reduction:
         param_group: the parameter group.
         needs_all_reduce: the sum over the replicate group has not begun.
         is_partial: the gradient is summed over the shard group only, for a later backward.
+        nbytes: bytes of the flat gradient.
     """
 
     def __init__(self, param_group: ParamGroup, policy: ReductionPolicy, streams: Streams) -> None:
@@ -57,6 +58,7 @@ class Reduction:
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
+            self.nbytes = flat.nbytes
             # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
             self._alive = [flat]
             if policy.hook is not None:
@@ -220,7 +222,10 @@ class Reductions:
         while len(self._in_flight) >= most:
             self._in_flight.pop(0).finish()
         with unit.event("reduce_scatter"):
-            self._in_flight.append(Reduction(param_group, unit.policy, self.streams))
+            reduction = Reduction(param_group, unit.policy, self.streams)
+        self._in_flight.append(reduction)
+        if unit.step.meter is not None and param_group.comm.options.groups.num_ranks > 1:
+            unit.step.meter.reduced_nbytes += reduction.nbytes
 
     def finish_complete(self) -> None:
         """Free what reductions hold that are complete; accelerators free it in the order of their streams."""

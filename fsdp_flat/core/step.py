@@ -78,6 +78,8 @@ class Step:
         pool: memory of the units' buffers while a step runs; empty between steps.
         collective_log: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
+        meter: None, or what measures the events of units; see :func:`fsdp_flat.step_metrics`.
+        clipped_norm: the norm before the last clipping of the tree's gradients, or None.
         logs_events: the logger takes events; looked up when the first forward or a backward begins.
         backward: the running backward, or None.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
@@ -95,6 +97,8 @@ class Step:
         self.order = Order((), on_accelerator=self.streams.is_accelerator)
         self.end = EndOfBackward((), lambda: None, self.reductions, self.collective_log)
         self.trace: list[tuple[str, str]] | None = None
+        self.meter: Any = None
+        self.clipped_norm: torch.Tensor | None = None
         self.at_next_forward: list[Callable[[], object]] = []
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         self.has_lost_gradients = False
@@ -136,6 +140,7 @@ class Step:
             if before is not self and before.backward is None:
                 before.recover()
                 self.trace = self.trace if self.trace is not None else before.trace
+                self.meter = self.meter or before.meter
                 self.order.adopt(before.order, pending=before.root in self.units)
                 self.at_next_forward += before.at_next_forward
                 before.at_next_forward = []
@@ -399,7 +404,8 @@ class Step:
         """Pass all remaining events; reduce and set the gradients, unless a later call is to set them."""
         backward, end, has_met = self.backward, self.end, False
         assert backward is not None
-        with profiled("root_post_backward", self.root.name):
+        block = profiled("root_post_backward", self.root.name)
+        with block if self.meter is None else self.meter.measured("root_post_backward", self.root, block):
             backward.finish()
             self.order.drop_prefetched()
             self.order.free_retained()

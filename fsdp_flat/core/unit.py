@@ -181,9 +181,11 @@ class Unit:
 
     def event(self, event: str) -> AbstractContextManager[Any]:
         """Log an event that takes a while; return the block in which it runs, a label in profiles."""
-        if self.step.trace is not None or self.step.logs_events:
+        step = self.step
+        if step.trace is not None or step.logs_events:
             self.log_event(event)
-        return profiled(_LABELS.get(event, event), self.name) if profiler_is_on() else NOTHING
+        block = profiled(_LABELS.get(event, event), self.name) if profiler_is_on() else NOTHING
+        return block if step.meter is None else step.meter.measured(event, self, block)
 
     def _move(self, event: MemoryEvent) -> None:
         self.state = TRANSITIONS[self.state, event]

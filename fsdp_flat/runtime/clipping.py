@@ -102,6 +102,8 @@ def clip_grads(
     total = _joined(
         [_power_sum(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()], norm_type
     )
+    for unit in units:
+        unit.step.clipped_norm = total
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "

@@ -9,6 +9,7 @@ _CLIENTS = ("accelerate", "transformers", "lightning", "peft", "torchtitan", "to
 # Those that take the ranks' device, which ``python -m tests.gpu`` runs; the others name the CPU, or one device a rank.
 NEEDS = {
     "test_hugging_face.py": ("transformers",),
+    "test_loggers.py": ("tensorboard", "wandb"),
     "test_peft.py": ("peft", "transformers"),
     "test_transformers.py": ("accelerate", "transformers"),
     "test_torchtitan.py": ("torchtitan",),
