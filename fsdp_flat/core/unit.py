@@ -199,10 +199,10 @@ class Unit:
             num_updates += param_group.num_updates
         return WeightsVersion(self.full_precision, storage_epoch, weights_epoch, num_updates)
 
-    def adopt_assigned(self) -> WeightsVersion:
-        """Adopt what the program assigned to sharded parameters, which are read next; then return their version.
+    def adopt_assigned(self) -> None:
+        """Adopt what the program assigned to sharded parameters, which are read next.
 
-        What it assigned while the buffers hold the weights is in neither: guards are told.
+        Where kept buffers are read next, they lack what it assigned: guards are told.
         """
         if self.state in _READ_AGAIN:
             for param_group in self.param_groups:
@@ -212,7 +212,6 @@ class Unit:
         elif self.state is not _UNSHARDED:
             for guard in EVENTS.before_reuse:
                 guard(self)
-        return self.weights_version()
 
     def gather(self) -> None:
         """Begin the all-gather, unless it has begun or the buffers can be used again.
@@ -227,7 +226,8 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with self.event("unshard"), unrecorded(), untransformed(), step.streams.all_gathers:
             # The all-gather sends the values of now, whatever changes before it is complete.
-            self.gathered_version = self.adopt_assigned()
+            self.adopt_assigned()
+            self.gathered_version = self.weights_version()
             for param_groups in self._gathered_together:
                 begin_all_gathers(param_groups, step.trace, self._pending_all_gathers)
             self._move(MemoryEvent.GATHER)
@@ -241,7 +241,8 @@ class Unit:
         uses kept buffers even if weights have changed on this rank, since other ranks, where they have not changed,
         begin no all-gather that this rank could join. The guard of changed weights then raises.
         """
-        in_backward, now = graph_task_id() != -1, self.adopt_assigned()
+        self.adopt_assigned()
+        in_backward, now = graph_task_id() != -1, self.weights_version()
         if in_backward and self.state is MemoryState.SHARDED_POST_FORWARD:
             return False
         if in_backward:
@@ -408,8 +409,9 @@ class Unit:
     def pre_backward(self, weights: WeightsVersion) -> None:
         """Unshard the parameters for the backward of a forward that computed with ``weights``."""
         self.phase = Phase.BACKWARD
-        is_gathered = self.state is _GATHERING or self.state is _UNSHARDED
-        current = self.weights_version() if is_gathered else self.adopt_assigned()
+        if self.state is not _GATHERING and self.state is not _UNSHARDED:
+            self.adopt_assigned()
+        current = self.weights_version()
         if weights.storage_epoch == current.storage_epoch and self.control.unshard_in_backward:
             if weights.full_precision != self.full_precision:
                 self.use_full_precision(weights.full_precision)
