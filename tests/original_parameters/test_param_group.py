@@ -69,7 +69,7 @@ def test_a_reset_frees_the_buffer_and_the_handle_can_be_gathered_again(is_gather
     handle = handle_of(module)
     if is_gathered:
         gather(handle)
-    handle.reset(frees=True, shows_unsharded=False)
+    handle.reset(frees=True)
     assert handle.output.nbytes == 0
     gather(handle)
     handle.slots.show_unsharded()
