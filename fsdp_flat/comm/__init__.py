@@ -36,6 +36,7 @@ from fsdp_flat.comm.custom import (
     symmetric_memory,
 )
 from fsdp_flat.comm.exchanges import (
+    averages_exactly,
     begin_all_reduce,
     decoded,
     dtype_from_name,

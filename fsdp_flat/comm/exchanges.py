@@ -13,8 +13,22 @@ import torch.distributed as dist
 from fsdp_flat.comm.calls import calls_of
 from fsdp_flat.comm.failures import NamedWork, WatchedWork, named_errors
 from fsdp_flat.comm.given_up import Pending
-from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, moves_by_gloo
-from fsdp_flat.comm.torch_comm import unseen_by_modes
+from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, is_fake, moves_by_gloo
+from fsdp_flat.comm.torch_comm import backend_of, unseen_by_modes
+
+# Backends that average floats, each in its own kernel.
+_AVERAGING = ("nccl", "xccl")
+
+
+def averages_exactly(rank_group: RankGroup, tensor: torch.Tensor) -> bool:
+    """Return whether the average of a group's backend is, to the bit, the sum divided by the number of ranks.
+
+    NCCL multiplies by the inverse before it sums: exact for a power of two, unless a product leaves the range of fp16.
+    """
+    group, size = rank_group.group, rank_group.size
+    if group is None or size & (size - 1) or tensor.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return is_fake(group) or getattr(backend_of(group, tensor.device), "name", str)() in _AVERAGING
 
 
 def begin_all_reduce(
@@ -22,16 +36,19 @@ def begin_all_reduce(
     rank_group: RankGroup,
     *,
     largest: bool = False,
+    averages: bool = False,
     collective: str = "an all-reduce",
     is_flags: bool = False,
 ) -> Pending:
-    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``.
+    """Begin to all-reduce ``tensor`` in place; errors name ``collective``.
+
+    It is summed, or (``largest``) the maximum is taken, or (``averages``) the backend takes the average.
 
     Tools that count the collectives of a step do not see those of flags (``is_flags``), which torch does not exchange.
     """
     if rank_group.size == 1:
         return Pending((), tensor)
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     work: Any
     if rank_group.group is not None:
         calls_of(rank_group.group).add(collective)

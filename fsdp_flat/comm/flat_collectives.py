@@ -35,6 +35,9 @@ Finish = Callable[[], object]
 class PlacesRows(Protocol):
     """Describes a receiver of the rows of an all-gather, each the input of one rank: ``GatherTarget`` of ``core``."""
 
+    # Of the rows, to which the input is converted; None if it has it.
+    dtype: torch.dtype | None
+
     def place(self, first: int, rows: torch.Tensor) -> object: ...
 
     # The function is called once, when all rows are there, and may free the memory.
@@ -55,7 +58,12 @@ class Collectives:
     Errors name the unit by its id ``unit`` and ``name``. The host waits for no collective of an accelerator's backend,
     such as NCCL. It waits for the end of a backward, and by the calls that ranks have noted finds out there if they
     wait in different ones.
+
+    Attributes:
+        can_average: :meth:`begin_average` runs the same collective as :meth:`begin_reduce_scatter`.
     """
+
+    can_average = True
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         self._unit, self._name = unit, name
@@ -84,9 +92,18 @@ class Collectives:
         The result is this rank's slice, in separate memory. ``full``, which may be overwritten, must be kept until it
         is there; temporary memory comes from the ``pool``.
         """
+        return self._reduce_scatter(full, dist.ReduceOp.SUM)
+
+    def begin_average(self, full: torch.Tensor) -> Pending:
+        """Begin a reduce-scatter whose result the backend divides by the number of ranks."""
+        return self._reduce_scatter(full, dist.ReduceOp.AVG)
+
+    def _reduce_scatter(self, full: torch.Tensor, op: Any) -> Pending:
         out = full.new_empty(full.numel() // self.size)
         self._calls.add("the reduce-scatter", self._unit)
-        return Pending([self._begun("reduce-scatter", torch_comm.reduce_scatter_single, out, full)], out)
+        return Pending(
+            [self._begun("reduce-scatter", partial(torch_comm.reduce_scatter_single, op=op), out, full)], out
+        )
 
     def _stage(self, tensor: torch.Tensor, target: PlacesRows | None) -> tuple[torch.Tensor, Finish]:
         """Return memory for the slices of all ranks, with this rank's, and a function that places them from there."""
@@ -220,6 +237,10 @@ class CustomCollectives(Collectives):
         self._own = own
         self._own_reductions = own_reductions
         self._choice = choice
+        self.can_average = choice.reduce_scatter is None and choice.reduce_memory is None
+
+    def begin_average(self, full: torch.Tensor) -> Pending:
+        return self._own_reductions.begin_average(full)
 
     def begin_all_gather(self, tensor: torch.Tensor, target: PlacesRows | None = None) -> Pending:
         in_place = target is None and self._choice.gather_buffers is not None
@@ -235,7 +256,8 @@ class CustomCollectives(Collectives):
         if memory is None:
             return super()._stage(tensor, target)
         own = self._own_slice(tensor) if target is None else tensor
-        whole = memory((self.size * own.numel(),), dtype=own.dtype, device=own.device)
+        dtype = own.dtype if target is None else target.dtype or own.dtype
+        whole = memory((self.size * own.numel(),), dtype=dtype, device=own.device)
         self._own_slice(whole).copy_(own)
         if target is None:
             return whole, partial(tensor.copy_, whole)

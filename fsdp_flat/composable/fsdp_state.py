@@ -184,8 +184,9 @@ class FSDPParamGroup(View):
     reduce_scatter_unused_params = assignable("unit.policy.zeros_for_unused", bool)
     # The stream that is current in :attr:`_all_reduce_hook`.
     _all_reduce_hook_stream = assignable("unit.policy.all_reduce_hook_stream")
-    # Backends always get sums, and all-gathers are always asynchronous; assigning is accepted.
-    force_sum_reduction_for_comms = unshard_async_op = property(lambda self: True, lambda self, value: None)
+    force_sum_reduction_for_comms = assignable("unit.policy.sums_only", bool)
+    # All-gathers are always asynchronous; assigning is accepted.
+    unshard_async_op = property(lambda self: True, lambda self, value: None)
 
     @property
     def fsdp_params(self) -> list[FSDPParam]:

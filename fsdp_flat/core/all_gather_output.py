@@ -72,7 +72,7 @@ class AllGatherOutput(ABC):
         """Allocate the memory, and return the arguments of the all-gather.
 
         In place: the buffer, by ``memory`` if given, which contains this rank's shard, and None. Else: this rank's row
-        (1-D), and ``target``.
+        (1-D), whose dtype may not be that of ``target`` yet, and ``target``.
         """
 
     def send_kept(self, rows: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget]:
@@ -147,7 +147,7 @@ class FlatOutput(AllGatherOutput):
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             shard = shard.to(buffer.device, non_blocking=True)
         if self.target is not None:
-            return shard.to(buffer.dtype), self.target
+            return shard if self.target.dtype is not None else shard.to(buffer.dtype), self.target
         if self.owns_memory:
             self._own_slice.copy_(shard)
         return buffer, None

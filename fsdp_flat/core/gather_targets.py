@@ -12,7 +12,13 @@ from fsdp_flat.comm import is_accelerator
 
 
 class GatherTarget:
-    """Places the output of an all-gather where it belongs; a row of the output (2-D) is the input of one rank."""
+    """Places the output of an all-gather where it belongs; a row of the output (2-D) is the input of one rank.
+
+    Attributes:
+        dtype: dtype of rows, to which the copy of this rank's input converts; None if the input has it.
+    """
+
+    dtype: torch.dtype | None = None
 
     def place(self, first: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` (2-D), of rank ``first`` and the ranks after it, to their places."""
@@ -63,6 +69,8 @@ class PerParamTarget(GatherTarget):
         self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
         on_accelerator = is_accelerator(chunks[0].device) if on_accelerator is None else on_accelerator
         self._is_fused = on_accelerator and not self._shapes
+        # On accelerators one kernel converts and copies; the CPU copies while other ranks read what is converted.
+        self.dtype = chunks[0].dtype if on_accelerator else None
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None
         self.row_numel = sum(self._sizes)
@@ -95,7 +103,7 @@ class PerParamTarget(GatherTarget):
         staging = self._staging
         # If memory was not freed, its all-gather failed and may still write to it.
         if staging is None or staging.storage.nbytes():
-            full = own.new_empty(num_ranks * own.numel())
+            full = own.new_empty(num_ranks * own.numel(), dtype=self.dtype)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
             sources = [] if self._is_fused else self._split(rows)
             staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)
@@ -152,6 +160,7 @@ def join_inputs(
         if target is None:
             results.append((tensor, None))
         else:
+            tensor = tensor.to(target.dtype or tensor.dtype)
             by_dtype.setdefault(tensor.dtype, []).append((tensor, target))
     for some in by_dtype.values():
         results.append(some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), _JoinedTarget(some)))

@@ -53,6 +53,7 @@ class FlatGradBuffer(FlatBuffer):
         self._by_rank = (
             flat.view(layout.world_size, -1) if layout.can_chunk_cat(on_accelerator=on_accelerator) else None
         )
+        self._on_accelerator = on_accelerator
         # Dtypes of gradients that the operation takes. On accelerators its kernel converts this pair; other pairs, and
         # all on the CPU, it copies one by one.
         self._chunked = {dtype}
@@ -96,18 +97,22 @@ class FlatGradBuffer(FlatBuffer):
     def close(self, pool: MemoryPool, memory: Allocate | None = None) -> torch.Tensor:
         """Return the flat gradient (1-D, ``layout.numel``): zero in padding and for parameters without a gradient."""
         if self.alloc(pool, memory):
-            if self._by_rank is not None and len(self.waiting) == len(self._places):
-                grads = list(map(self.waiting.__getitem__, range(len(self._places))))
-                dtypes = set(map(_DTYPE, grads))
+            is_complete = len(self.waiting) == len(self._places)
+            if self._by_rank is not None and self.waiting and (is_complete or self._on_accelerator):
+                dtypes = set(map(_DTYPE, self.waiting.values()))
                 if len(dtypes) == 1 and dtypes <= self._chunked:
+                    if not is_complete:
+                        self._add_zeros()
+                    grads = map(self.waiting.__getitem__, range(len(self._places)))
                     chunk_cat(list(map(_CONTIGUOUS, grads)), 0, self._layout.world_size, out=self._by_rank)
                     self.waiting.clear()
                     return self.tensor
-            for padding in self._paddings:
-                padding.zero_()
+            empty = self._paddings.copy()
             for index, there in enumerate(self.grads_ready):
                 if not there:
-                    torch._foreach_zero_(self._places[index])
+                    empty += self._places[index]
+            if empty:
+                torch._foreach_zero_(empty)
         if self.waiting:
             places, pieces = [], []
             for index, grad in self.waiting.items():
@@ -116,6 +121,14 @@ class FlatGradBuffer(FlatBuffer):
             torch._foreach_copy_(places, pieces)
             self.waiting.clear()
         return self.tensor
+
+    def _add_zeros(self) -> None:
+        """Add gradients of zeros, which share memory, for the parameters without one."""
+        missing = {index: info for index, info in enumerate(self._layout.param_infos) if index not in self.waiting}
+        like = next(iter(self.waiting.values()))
+        zeros = like.new_zeros(max(info.numel for info in missing.values()))
+        for index, info in missing.items():
+            self.waiting[index] = zeros[: info.numel].view(info.shape)
 
 
 def without(flags: bytes, indices: Iterable[int]) -> bytes:
@@ -132,25 +145,28 @@ class ReduceScatteredGrad:
 
     Attributes:
         shard: the sum (1-D, ``shard_numel``, reduce dtype); None if there is none, or once it was added to another.
+        divided_by: what the sum has been divided by.
         used: one byte per parameter: 1 if any rank has used it; None until ranks have exchanged it.
     """
 
     shard: torch.Tensor | None = None
+    divided_by: float = 1.0
     used: bytes | None = None
 
-    def add(self, shard: torch.Tensor) -> None:
-        """Add the sum of another backward."""
-        self.shard = shard if self.shard is None else self.shard.add_(shard)
+    def add(self, shard: torch.Tensor, divided_by: float) -> None:
+        """Add the sum of another backward, which has been divided by ``divided_by``."""
+        earlier = self.take(divided_by)
+        self.shard, self.divided_by = shard if earlier is None else earlier.add_(shard), divided_by
 
     def add_used(self, used: bytes) -> bytes:
         """Add the parameters that another backward has used (``used``), and return those of all backwards."""
         self.used = used if self.used is None else bytes(map(max, used, self.used))
         return self.used
 
-    def take(self) -> torch.Tensor | None:
-        """Return the sum and remove it."""
+    def take(self, divided_by: float) -> torch.Tensor | None:
+        """Return the sum, divided by ``divided_by``, and remove it."""
         shard, self.shard = self.shard, None
-        return shard
+        return shard if shard is None or self.divided_by == divided_by else shard.mul_(self.divided_by / divided_by)
 
 
 class UnreducedGrad:

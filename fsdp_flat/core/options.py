@@ -179,6 +179,7 @@ class ReductionPolicy:
         predivide_factor: part of ``divide_factor`` that divides before the sum; None is the library's choice, for fp16.
         hook: communication hook that replaces the reduction, called with ``hook_state`` first.
         dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
+        sums_only: backends get sums, also where one that averages needs no division of its own afterwards.
         all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
             backward.
         all_reduce_hook: called with the shard of each reduced gradient.
@@ -192,6 +193,7 @@ class ReductionPolicy:
     hook: Callable[..., Any] | None = None
     hook_state: Any = None
     dtype: torch.dtype | None = None
+    sums_only: bool = False
     all_reduce: bool = True
     all_reduce_hook: Callable[[torch.Tensor], object] | None = None
     all_reduce_hook_stream: Any = None

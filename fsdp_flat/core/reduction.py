@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import Pending, Streams, begin_all_reduce, keep, settled, unrecorded
+from fsdp_flat.comm import (
+    Pending,
+    RankGroup,
+    Streams,
+    averages_exactly,
+    begin_all_reduce,
+    keep,
+    settled,
+    unrecorded,
+)
 from fsdp_flat.core.gradients import without
 from fsdp_flat.core.options import ReductionPolicy
 from fsdp_flat.core.param_group import ParamGroup
@@ -31,7 +40,8 @@ class Reduction:
 
     It begins at once with the sum over the shard group; :meth:`advance` goes on with the sum over the replicate group,
     and :meth:`finish` divides. fp16 is divided before the sum too, as in FSDP1, because the sum could overflow. Other
-    dtypes are summed unscaled and only the shard is scaled, which is one pass over less data.
+    dtypes are summed unscaled and only the shard is scaled, which is one pass over less data, or none where the backend
+    averages by numbers that are equal to the bit.
 
     Attributes:
         param_group: the parameter group.
@@ -51,7 +61,7 @@ class Reduction:
         self.is_partial = not policy.all_reduce and self._replicate.size > 1
         # Divisor that makes the sum the mean, and what the sum has been divided by.
         self._mean_divisor = groups.shard.size * self._replicate.size
-        self._divided_by: float | torch.Tensor = 1.0
+        self._divided_by = 1.0
         with unrecorded():
             flat, gradient = param_group.grads.take_flat(comm.choice.reduce_buffers)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
@@ -72,11 +82,21 @@ class Reduction:
                 flat.div_(prescale)
             with streams.reduce_scatters:
                 if collectives is not None:
-                    self._pending = collectives.begin_reduce_scatter(flat, param_group.pool)
+                    if streams.is_accelerator and collectives.can_average and self._averages(groups.shard, flat):
+                        self._pending = collectives.begin_average(flat)
+                    else:
+                        self._pending = collectives.begin_reduce_scatter(flat, param_group.pool)
                     return
                 self._pending = Pending((), flat)
                 if self.needs_all_reduce:
                     self.advance()
+
+    def _averages(self, rank_group: RankGroup, tensor: torch.Tensor) -> bool:
+        """Return whether the backend is to average over a group, and note that the sum is divided then."""
+        if self._policy.sums_only or not averages_exactly(rank_group, tensor):
+            return False
+        self._divided_by *= rank_group.size
+        return True
 
     def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
         """Call the hook, which divides by itself; under hybrid sharding the mean over the replicate group remains."""
@@ -95,13 +115,14 @@ class Reduction:
         """Wait for the sum over the shard group, and begin the sum over the replicate group."""
         self.needs_all_reduce = False
         with unrecorded(), self._streams.reduce_scatters:
-            shard, partial = self._pending.wait(), self.param_group.grads.partial.take()
+            shard, partial = self._pending.wait(), self.param_group.grads.partial.take(self._divided_by)
             if partial is not None:
                 shard.add_(partial)
                 # If nothing is sharded, its memory is the compute stream's too.
                 self._alive.append(partial)
             collective = f"the all-reduce of unit {self.param_group.spec.unit_name!r}"
-            self._pending = begin_all_reduce(shard, self._replicate, collective=collective)
+            averages = self._streams.is_accelerator and self._averages(self._replicate, shard)
+            self._pending = begin_all_reduce(shard, self._replicate, averages=averages, collective=collective)
 
     @property
     def is_done(self) -> bool:
@@ -121,7 +142,7 @@ class Reduction:
         with unrecorded(), streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
-                param_group.grads.partial.add(shard)
+                param_group.grads.partial.add(shard, self._divided_by)
             else:
                 reduced = ReducedGrad(shard, policy, self._mean_divisor, self._divided_by)
                 reduced.divide()

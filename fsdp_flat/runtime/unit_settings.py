@@ -297,13 +297,15 @@ class UnitSettings(nn.Module):
             choices[comm] = replace(comm.choice, reduce_group=second[shard] if enable else None)
         replace_collectives(units, choices)
 
-    # -- switches of FSDP2 that the library has no use for -----------------------------------------------------------
-
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accept the request that backends get sums of gradients only, which is always so here.
+        """Have backends sum gradients of this module's unit only, and divide them by an operation of its own.
 
-        Gradients are divided after the sum, fp16 also before it, by the library itself.
+        NCCL averages fp32 and bf16 gradients over a power of two ranks itself, by numbers that are equal to the bit;
+        it has zero-copy transfers and in-switch reductions for sums only.
         """
+        own_unit(self).policy.sums_only = bool(enable)
+
+    # -- switches of FSDP2 that the library has no use for -----------------------------------------------------------
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: all-gathers are always asynchronous here."""

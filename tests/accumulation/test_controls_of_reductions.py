@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.core import units_of
+from fsdp_flat.core.gradients import ReduceScatteredGrad
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.beside import BOTH, CLOSE, FRONTS, FRONTS_AND_TORCH, Beside, batch_of, grads_of, placed, whole
@@ -208,6 +209,14 @@ def test_a_wrapper_calls_hooks_with_reduced_shards() -> None:
     for name, param in beside.plain.named_parameters():
         param.grad *= 1 if name.startswith("blocks") else 2
     beside.check_gradients()
+
+
+def test_sums_of_backwards_that_were_divided_by_other_numbers_add_up() -> None:
+    partial = ReduceScatteredGrad()
+    for divided_by in (1.0, 4.0, 4.0):
+        partial.add(torch.full((2,), 8.0 / divided_by), divided_by)
+    assert_equal(partial.take(2.0), torch.full((2,), 12.0))
+    assert partial.take(2.0) is None
 
 
 # -- the factor that divides gradients -------------------------------------------------------------------------------

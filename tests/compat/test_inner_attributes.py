@@ -162,7 +162,6 @@ def plain(value: Any) -> Any:
 
 # Values of ours that differ from torch's, with the reason.
 DIFFERENT = {
-    "force_sum_reduction_for_comms": "backends always get sums",
     "unshard_async_op": "all-gathers are always asynchronous",
     "_comm_ctx": "compared by its attributes",
     "comm_ctx": "compared by its attributes",

@@ -88,3 +88,24 @@ def test_ranks_train_over_nccl_on_one_gpu(num_ranks: int, pools_on_gpu: WarmPool
         (losses,) = {tuple(losses) for *_, losses in results}
         found.append(losses)
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def averages_and_sums_over_nccl() -> list[torch.Tensor]:
+    shards = []
+    for sums in (False, True):
+        torch.manual_seed(0)
+        model = FSDP(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        for unit in FSDP.fsdp_modules(model):
+            unit.set_force_sum_reduction_for_comms(sums)
+        square_loss(model, batch(dist.get_rank())).backward()
+        shards.append(torch.cat([param.grad.view(-1) for param in model.parameters() if param.grad is not None]).cpu())
+    return shards
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason=NEEDS_CUDA)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_averages_of_nccl_are_divided_sums_to_the_bit(num_ranks: int, pools_on_gpu: WarmPools) -> None:
+    for averages, sums in Ranks(pools_on_gpu, num_ranks, 120.0).run(averages_and_sums_over_nccl):
+        assert averages.any()
+        assert torch.equal(averages, sums)

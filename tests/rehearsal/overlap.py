@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 from torch import nn
 
@@ -89,6 +90,21 @@ class Overlap:
                 where = "backward" if run.in_backward else "forward"
                 found.append(f"{gathering.op} for the {where} of {run.unit!r} waits for that of {run.follows.unit!r}")
         return list(dict.fromkeys(found))
+
+
+@contextmanager
+def launched(run: Rehearsal) -> Iterator[list[str]]:
+    """Provide the operations that the library issues to streams inside the block, except for collectives."""
+    names: list[str] = []
+    record = run.recorder.note
+
+    def note(op: str, queue: Queue, reads: Any = (), writes: Any = ()) -> None:
+        record(op, queue, reads, writes)
+        if queue is not run.machine.host and op.startswith("aten::") and "empty" not in op and is_issued_by_library():
+            names.append(op)
+
+    with mock.patch.object(run.recorder, "note", note):
+        yield names
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,11 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_flat.composable.fully_sharding
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.kit import Rehearsal, batch, rehearsal
 from tests.rehearsal.kit import train as train_with
+from tests.rehearsal.models import on_device
+from tests.rehearsal.overlap import launched
 from tests.support.models import Block, Stack
+from tests.support.steps import mesh_for
 
 
 class LocalUpdates(torch.optim.Optimizer):
@@ -80,6 +87,66 @@ def test_one_operation_copies_a_unit_from_and_to_the_rows_of_ranks(num_layers: i
     assert log.count("aten::split_with_sizes_copy") == num_gathers
     assert log.count("aten::_chunk_cat") == num_units
     assert "aten::_foreach_copy_" not in log
+
+
+# What a unit launches in a step besides its collectives, if it has no padding: two all-gathers, one reduction.
+TABLE = {
+    "wrapper": {"aten::copy_": 2, "aten::_foreach_copy_": 1},
+    "fully_shard": {"aten::copy_": 2, "aten::split_with_sizes_copy": 2, "aten::_chunk_cat": 1},
+    "wrapper, sums": {"aten::copy_": 2, "aten::_foreach_copy_": 1, "aten::div_": 1},
+    "wrapper, replicas": {"aten::copy_": 2, "aten::_foreach_copy_": 1},
+}
+
+
+class Even(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("api", TABLE)
+def test_a_unit_launches_what_the_table_has(api: str) -> None:
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+    def launches(num_blocks: int) -> Counter[str]:
+        build = functools.partial(Stack, num_blocks, block=Even)
+        with rehearsal() as run:
+            if api == "fully_shard":
+                model, optimizer = sharded(run, build, mp_policy=MixedPrecisionPolicy(**low)), LocalUpdates
+            else:
+                policy, optimizer = ModuleWrapPolicy({Even}), torch.optim.SGD
+                options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD} if "replicas" in api else {}
+                options |= mesh_for(options["sharding_strategy"]) if options else {}
+                model = run.wrap(
+                    on_device(build), mixed_precision=MixedPrecision(**low), auto_wrap_policy=policy, **options
+                )
+                for unit in FSDP.fsdp_modules(model):
+                    unit.set_force_sum_reduction_for_comms("sums" in api)
+            train_with(run, model, num_steps=1, optimizer=optimizer)
+            with launched(run) as names:
+                model(batch()).float().pow(2).mean().backward()
+        return Counter(names)
+
+    few, many = launches(4), launches(8)
+    assert {op: (number - few[op]) / 4 for op, number in many.items() if number != few[op]} == TABLE[api]
+
+
+def test_a_parameter_without_a_gradient_leaves_a_unit_its_one_operation() -> None:
+    class Unused(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.idle = nn.Linear(width, width)
+
+    with rehearsal() as run:
+        model = sharded(run, functools.partial(Stack, block=Unused))
+        train(run, model, num_steps=1)
+        with launched(run) as names:
+            model(batch()).pow(2).mean().backward()
+    assert names.count("aten::_chunk_cat") == 4
+    assert "aten::_foreach_copy_" not in names
 
 
 @pytest.mark.parametrize("reshards", [None, 2])
