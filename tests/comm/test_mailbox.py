@@ -361,7 +361,7 @@ def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) 
             box.send("gather", {1: torch.ones(1)})
 
     if rank == 0:
-        told = r"was in an all-gather, which failed \(nothing has come from rank\(s\) \[1\]"
+        told = r"was in an all-gather \(.*\), which failed \(nothing has come from rank\(s\) \[1\]"
         with impatient(), pytest.raises(PeerFailureError, match=told):
             send_many()
     dist.barrier()
@@ -390,7 +390,9 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
     else:
         with impatient(), logged("rank 0 has waited") as said:
             expected(box, "reduction", 1, 4, unit=7).wait()
-        assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
+        (text,) = said
+        told = "rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0' ("
+        assert text.startswith(told)
     dist.barrier()
 
 
