@@ -57,7 +57,7 @@ class FlatPlan(SlotPlan):
     def bindings(self, slots: Slots) -> Bindings:
         unsharded_params, flat_param, sites = slots.output.params, self._flat_param, slots.sites
         placeholders: Sequence[torch.Tensor] = unsharded_params
-        if slots.layout.world_size > 1:
+        if slots.layout.world_size > 1 or slots.output.owns_memory:
             placeholders = [
                 ShardedPlaceholder.of(
                     param,

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import MixedPrecision
+from fsdp_flat import MixedPrecision, ShardingStrategy
+from fsdp_flat.errors import UsageError
 from fsdp_flat.wrap import CustomPolicy
 from tests.support import OWN_STATISTICS, assert_equal, on_ranks
 from tests.support.models import NormedBlock
@@ -313,6 +314,19 @@ def test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one(ra
     unit = model.module[1]._unit
     assert unit.param_groups[0].output.tensors[0].dtype == BF16
     assert unit.param_groups[0].output.nbytes == 0
+
+
+@on_ranks(2)
+def test_a_weight_of_one_rank_in_the_low_dtype_raises_between_steps_where_its_memory_is_freed(rank: int) -> None:
+    model = FSDP(
+        nn.Linear(4, 4),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        mixed_precision=MixedPrecision(param_dtype=BF16),
+        use_orig_params=False,
+    )
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"'weight' \(4, 4\) of unit 'Linear'"):
+        model.module.weight.detach().clone()
 
 
 @pytest.mark.parametrize(
