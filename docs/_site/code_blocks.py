@@ -16,7 +16,6 @@ from markdown.extensions.toc import slugify
 FIRST_PAGE, FIRST_HEADING = "getting_started.md", "the-model"
 # Pages whose blocks use names of an example, a test or a client's model, as the page itself says.
 _OTHER_CONTEXT = (
-    "checkpoints.md",
     "migrating.md",
     "planning.md",
     "matrix_optimizers.md",

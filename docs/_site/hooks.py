@@ -16,6 +16,9 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parents[2]
 # A link of a page to a file beside docs/, as [examples/minimal.py](../examples/minimal.py).
 _OUTSIDE = re.compile(r"(?<=\]\()((?:\.\./)+)([\w./-]+)(?=\))")
+# A link of README, which is the site's first page, relative to the root.
+_FROM_ROOT = re.compile(r"(?<=\]\()(?!https?:|#)(?=[\w.])")
+_README = re.compile(r"(?<=\]\()((?:\.\./)+)README\.md")
 # Files that the site shows as they are, and the folder that they are in there.
 _FOLDER = "files"
 # What a browser would fetch from another host when it shows a page.
@@ -54,7 +57,11 @@ _blocks = _loaded("code_blocks")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add each file that a page links to."""
+    """Add README as the first page, and each file that a page links to."""
+    readme = _FROM_ROOT.sub("../", (ROOT / "README.md").read_text())
+    files.append(
+        File.generated(config, "index.md", content=readme.replace("](../docs/", "]("))
+    )
     linked = set()
     for page in list(files.documentation_pages()):
         for ups, path in _OUTSIDE.findall(page.content_string):
@@ -81,6 +88,7 @@ def on_page_markdown(markdown: str, *, page: Any, files: Files, **_: Any) -> str
             else match[0]
         )
 
+    markdown = _README.sub(lambda match: f"{match[1][3:]}index.md", markdown)
     linked = _OUTSIDE.sub(inside, markdown)
     first_page = (ROOT / "docs" / _blocks.FIRST_PAGE).read_text()
     return _blocks.with_origins(wrapped(linked), page.file.src_uri, first_page)

@@ -17,7 +17,6 @@ from fsdp_flat.sizes import nbytes_of
 from fsdp_flat.version import __version__
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

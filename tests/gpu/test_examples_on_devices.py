@@ -97,7 +97,7 @@ def test_the_shortest_program_with_fully_shard_learns(backend: str, tmp_path: Pa
 @on_accelerator
 @pytest.mark.parametrize("front", ["FSDP", "fully_shard"])
 def test_the_program_of_the_first_page_learns(backend: str, front: str, tmp_path: Path) -> None:
-    program, block = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    program, block, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     if front == "fully_shard":
         start = program.index("model = FSDP(")
         program = program[:start] + block + program[start:].partition("\n")[2]

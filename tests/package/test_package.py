@@ -109,6 +109,13 @@ def test_the_command_says_its_version_and_its_use(tmp_path: Path) -> None:
         assert (result.returncode, result.stdout, result.stderr) == (2, "", told)
 
 
+def test_the_shell_completes_commands() -> None:
+    words = {"_FSDP_FLAT_COMPLETE": "complete_bash", "COMP_WORDS": "fsdp-flat con", "COMP_CWORD": "1"}
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **words}
+    result = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["convert", "consolidate"]
+
+
 @pytest.mark.from_size("cover", "starts several programs that import torch")
 def test_without_the_extra_the_command_runs_and_migrates_and_names_the_extra_for_the_rest(tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('no typer', name='typer')\n")

@@ -1,4 +1,4 @@
-"""docs/command.md shows what the commands print: each of its console blocks is run on the checkpoints of the tests."""
+"""README and docs/command.md show what commands print: each console block is run on the checkpoints of the tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.tools.conftest import Run
 
-PAGE = Path(__file__).parents[2] / "docs" / "command.md"
+ROOT = Path(__file__).parents[2]
 _BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 
 
@@ -22,11 +22,13 @@ def steps_of(text: str) -> list[tuple[str, str]]:
     return [(line, output) for line, _, output in (part.partition("\n") for part in parts)]
 
 
+@pytest.mark.every_value_in_quick("each page shows other commands")
+@pytest.mark.parametrize("page", ["README.md", "docs/command.md"])
 def test_each_command_of_the_page_prints_what_the_page_shows(
-    peer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+    page: str, peer_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.chdir(shutil.copytree(peer_files, tmp_path / "copy"))
-    steps = steps_of(PAGE.read_text())
+    steps = steps_of((ROOT / page).read_text())
     assert len(steps) > 3
     for command, expected in steps:
         program, *arguments = shlex.split(command)
