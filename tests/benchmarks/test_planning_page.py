@@ -50,6 +50,26 @@ def test_the_page_shows_the_plans_that_its_example_makes(tmp_path: Path) -> None
     assert sorted(path.name for path in (tmp_path / "planning").iterdir()) == ["plan.png", "step.png"]
 
 
+@pytest.mark.from_size("cover", "starts ranks, which import torch")
+@pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
+def test_a_row_of_the_memory_page_is_measured_and_planned() -> None:
+    small = Setting(layers=2, width=16, heads=2, vocab=32, seq=8, batch=4, steps=1, warmup=1)
+    (row,) = (row for row in planning.ROWS if row.title == "`FULL_SHARD`, bf16 compute")
+    title, counted, planned, host, milliseconds = planning.memory_row(row, small)
+    assert title == row.title
+    assert min(map(float, (counted, planned, milliseconds))) >= 0
+    assert host == ""
+    shown = planning.TABLE.search(planning.MEMORY_PAGE.read_text())
+    assert shown is not None
+    assert all(each.title in shown[2] for each in planning.ROWS)
+
+
+def test_readme_quotes_a_plan_of_the_page() -> None:
+    quoted = re.search(r"```text\n(.*?)```", (planning.ROOT / "README.md").read_text(), re.DOTALL)
+    assert quoted is not None
+    assert set(quoted[1].splitlines()) <= set(planning.outputs_of(PAGE)["fit.txt"].splitlines())
+
+
 @on_ranks(2)
 def test_the_blocks_of_code_on_the_page_run(rank: int, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the blocks draw pictures")
