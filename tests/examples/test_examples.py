@@ -120,6 +120,24 @@ def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Pat
 
 
 @pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the ranks of a job in /proc")
+def test_elastic_goes_on_from_its_last_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
+    command = torchrun("--nproc-per-node", "2", "--max-restarts", "1", str(EXAMPLES / "elastic.py"))
+    process = start([*command, "--out", str(tmp_path / "run"), "--steps", "150"], tmp_path)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step  49"):
+            os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+            break
+    output = "".join(lines) + finish(process)
+    begins = [int(step) for step in re.findall(r"2 ranks begin at step (\d+)", output)]
+    assert begins in ([0, 50], [0, 100])
+    assert "step 149" in output
+
+
+@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_model(tmp_path: Path) -> None:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     command = torchrun(
