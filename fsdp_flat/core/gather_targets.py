@@ -58,31 +58,41 @@ class PerParamTarget(GatherTarget):
     Args:
         chunks: each tensor that is filled, as a view ``(num_ranks, *shape of a part)``.
         dims: for each of them the dim of the tensor along which the parts follow each other.
+
+    Attributes:
+        is_fused: one operation copies all parts.
+        sizes: numbers of elements of the parts.
     """
 
     def __init__(
         self, chunks: Sequence[torch.Tensor], dims: Sequence[int], *, on_accelerator: bool | None = None
     ) -> None:
-        self._sizes = [each[0].numel() for each in chunks]
+        self.sizes = [each[0].numel() for each in chunks]
         # Parts along dim 0 are contiguous, so they are copied as rows.
         self._shapes = {index: chunks[index].shape[1:] for index, dim in enumerate(dims) if dim != 0}
         self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
         on_accelerator = is_accelerator(chunks[0].device) if on_accelerator is None else on_accelerator
-        self._is_fused = on_accelerator and not self._shapes
+        self.is_fused = on_accelerator and not self._shapes
         # On accelerators one kernel converts and copies; the CPU copies while other ranks read what is converted.
         self.dtype = chunks[0].dtype if on_accelerator else None
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None
-        self.row_numel = sum(self._sizes)
+        self.row_numel = sum(self.sizes)
 
     def place(self, first: int, rows: torch.Tensor) -> None:
         key = first, first + rows.size(0)
-        if key not in self._targets:
-            self._targets[key] = [each[slice(*key)] for each in self._ranked]
-        if self._is_fused:
-            torch.split_with_sizes_copy(rows, self._sizes, 1, out=self._targets[key])
+        places = self._targets.get(key) or self.places(*key)
+        if self.is_fused:
+            torch.split_with_sizes_copy(rows, self.sizes, 1, out=places)
         else:
-            torch._foreach_copy_(self._targets[key], self._split(rows))
+            torch._foreach_copy_(places, self._split(rows))
+
+    def places(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return where the parts of ranks from ``start`` to ``stop`` are placed, a view of each tensor."""
+        places = self._targets.setdefault((start, stop), [])
+        if not places:
+            places += [each[start:stop] for each in self._ranked]
+        return places
 
     def rows_of(self, ranks: range) -> torch.Tensor:
         """Return a copy (1-D) of the rows of consecutive ranks, with the padding that is in the tensors."""
@@ -91,7 +101,7 @@ class PerParamTarget(GatherTarget):
         return rows.view(-1)
 
     def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        sources = list(torch.split_with_sizes(rows, self._sizes, 1))
+        sources = list(torch.split_with_sizes(rows, self.sizes, 1))
         if not self._shapes:
             return sources
         return [
@@ -105,7 +115,7 @@ class PerParamTarget(GatherTarget):
         if staging is None or staging.storage.nbytes():
             full = own.new_empty(num_ranks * own.numel(), dtype=self.dtype)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
-            sources = [] if self._is_fused else self._split(rows)
+            sources = [] if self.is_fused else self._split(rows)
             staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)
         else:
             staging.storage.resize_(staging.nbytes)
@@ -118,8 +128,8 @@ class PerParamTarget(GatherTarget):
 
     def _place_staged(self) -> None:
         assert self._staging is not None
-        if self._is_fused:
-            torch.split_with_sizes_copy(self._staging.rows, self._sizes, 1, out=self._ranked)
+        if self.is_fused:
+            torch.split_with_sizes_copy(self._staging.rows, self.sizes, 1, out=self._ranked)
         else:
             torch._foreach_copy_(self._ranked, self._staging.sources)
         self._staging.storage.resize_(0)
@@ -143,6 +153,11 @@ class _JoinedTarget(GatherTarget):
         self._sizes = [tensor.numel() for tensor, _ in inputs]
 
     def place(self, first: int, rows: torch.Tensor) -> None:
+        fused = [target for target in self._targets if isinstance(target, PerParamTarget) and target.is_fused]
+        if len(fused) == len(self._targets):
+            places = [place for target in fused for place in target.places(first, first + len(rows))]
+            torch.split_with_sizes_copy(rows, [size for target in fused for size in target.sizes], 1, out=places)
+            return
         for target, part in zip(self._targets, rows.split(self._sizes, 1), strict=True):
             target.place(first, part)
 
@@ -160,8 +175,15 @@ def join_inputs(
         if target is None:
             results.append((tensor, None))
         else:
-            tensor = tensor.to(target.dtype or tensor.dtype)
-            by_dtype.setdefault(tensor.dtype, []).append((tensor, target))
-    for some in by_dtype.values():
-        results.append(some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), _JoinedTarget(some)))
+            by_dtype.setdefault(target.dtype or tensor.dtype, []).append((tensor, target))
+    for dtype, some in by_dtype.items():
+        results.append(some[0] if len(some) == 1 else (_joined([each for each, _ in some], dtype), _JoinedTarget(some)))
     return results
+
+
+def _joined(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    if all(tensor.dtype == dtype for tensor in tensors):
+        return torch.cat(tensors)
+    row = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
+    torch._foreach_copy_(row.split([tensor.numel() for tensor in tensors]), tensors)
+    return row

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_flat.core import PerParamLayout, PerParamTarget
+from fsdp_flat.core.gather_targets import GatherTarget, join_inputs
 from fsdp_flat.errors import OptionError
 
 Shapes = list[tuple[int, ...]]
@@ -131,3 +132,27 @@ def test_scalars_and_uneven_inner_dims_are_refused() -> None:
         PerParamLayout.build([("p", (4, 3))], [1], world_size=2)
     with pytest.raises(OptionError):
         PerParamLayout.build([("p", (4, 3)), ("p", (2,))], [0, 0], world_size=2)
+
+
+@pytest.mark.parametrize("on_accelerator", [False, True])
+def test_joined_rows_of_two_layouts_are_their_parameters_in_the_dtype_of_compute(on_accelerator: bool) -> None:
+    inputs: list[list[tuple[torch.Tensor, GatherTarget | None]]] = []
+    buffers, fulls = list[torch.Tensor](), list[torch.Tensor]()
+    world_size, stored = 2, torch.float64 if on_accelerator else torch.float32
+    given_shapes: list[Shapes] = [[(4, 3), (5,)], [(2, 2)]]
+    for shapes in given_shapes:
+        layout = layout_of(shapes, world_size, [0])
+        fulls += [param.float() for param in params_of(layout)]
+        buffer = torch.empty(layout.numel)
+        buffers += layout.views(buffer)
+        target = PerParamTarget(layout.chunks_in(buffer), layout.dims, on_accelerator=on_accelerator)
+        shards = [shard_of(layout, params_of(layout), rank).to(stored) for rank in range(world_size)]
+        inputs.append([(shard, target) for shard in shards])
+    joined = [join_inputs(of_rank) for of_rank in zip(*inputs, strict=True)]
+    (own, target), (other, _) = (row for (row,) in joined)
+    assert target is not None
+    full, place = target.stage(own, 0, world_size)
+    full.view(world_size, -1)[1].copy_(other)
+    place()
+    for view, param in zip(buffers, fulls, strict=True):
+        assert torch.equal(view, param)

@@ -93,6 +93,12 @@ def test_one_operation_copies_a_unit_from_and_to_the_rows_of_ranks(num_layers: i
 TABLE = {
     "wrapper": {"aten::copy_": 2, "aten::_foreach_copy_": 1},
     "fully_shard": {"aten::copy_": 2, "aten::split_with_sizes_copy": 2, "aten::_chunk_cat": 1},
+    "fully_shard, partly frozen": {
+        "aten::_foreach_copy_": 2,
+        "aten::copy_": 2,
+        "aten::split_with_sizes_copy": 2,
+        "aten::_chunk_cat": 1,
+    },
     "wrapper, sums": {"aten::copy_": 2, "aten::_foreach_copy_": 1, "aten::div_": 1},
     "wrapper, replicas": {"aten::copy_": 2, "aten::_foreach_copy_": 1},
 }
@@ -111,17 +117,28 @@ class Even(nn.Module):
 def test_a_unit_launches_what_the_table_has(api: str) -> None:
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
+    def build(num_blocks: int) -> nn.Module:
+        model = Stack(num_blocks, block=Even)
+        for block in model.blocks if "frozen" in api else ():
+            block.first.requires_grad_(False)
+        return model
+
     def launches(num_blocks: int) -> Counter[str]:
-        build = functools.partial(Stack, num_blocks, block=Even)
         with rehearsal() as run:
-            if api == "fully_shard":
-                model, optimizer = sharded(run, build, mp_policy=MixedPrecisionPolicy(**low)), LocalUpdates
+            if "fully_shard" in api:
+                model, optimizer = (
+                    sharded(run, functools.partial(build, num_blocks), mp_policy=MixedPrecisionPolicy(**low)),
+                    LocalUpdates,
+                )
             else:
                 policy, optimizer = ModuleWrapPolicy({Even}), torch.optim.SGD
                 options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD} if "replicas" in api else {}
                 options |= mesh_for(options["sharding_strategy"]) if options else {}
                 model = run.wrap(
-                    on_device(build), mixed_precision=MixedPrecision(**low), auto_wrap_policy=policy, **options
+                    on_device(lambda: build(num_blocks)),
+                    mixed_precision=MixedPrecision(**low),
+                    auto_wrap_policy=policy,
+                    **options,
                 )
                 for unit in FSDP.fsdp_modules(model):
                     unit.set_force_sum_reduction_for_comms("sums" in api)
