@@ -275,8 +275,9 @@ class ParamGroup:
         self.storage_epoch += 1
         spec, shard = self.spec, self.storage.empty()
         if shard.dtype != self.orig_dtype:
-            self.orig_dtype = shard.dtype
+            is_full, self.orig_dtype = self.compute_dtype != self._low_dtype, shard.dtype
             self._use_compute_dtype(shard.dtype)
+            self.compute_dtype = self.dtype_in(is_full)
         if shard.device != spec.shard_device and spec.device == spec.shard_device:
             spec.device = shard.device
         spec.shard_device = shard.device

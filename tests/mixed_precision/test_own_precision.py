@@ -139,6 +139,7 @@ def test_compute_stays_in_its_dtype_when_the_shards_move(in_full: bool, use_orig
     after = model(x)
     assert before.dtype == after.dtype == given
     assert torch.equal(before, after)
+    assert model.double()(x.double()).dtype == torch.float64, "a conversion sets it for both"
 
 
 @ORIG_PARAMS
