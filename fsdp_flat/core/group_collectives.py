@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from fsdp_flat.comm import CollectiveOverrides, RankGroup, collectives_for, subgroup_of, unit_names
 from fsdp_flat.core.options import UnitOptions
@@ -63,8 +60,3 @@ class GroupCollectives:
         self.name, group = unit_name + self.options.mesh_suffix, self.options.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = self.name
-
-
-def on_device(options: UnitOptions, device: torch.device) -> UnitOptions:
-    """Return options for compute on another device."""
-    return replace(options, device=device)

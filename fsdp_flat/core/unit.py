@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -18,7 +18,6 @@ from torch import nn
 from fsdp_flat.comm import NOTHING, Pending, keep, profiled, profiler_is_on, settled, unrecorded, untransformed
 from fsdp_flat.core.casts import BufferCasts, input_cast
 from fsdp_flat.core.events import EVENTS, LOGGER
-from fsdp_flat.core.group_collectives import on_device
 from fsdp_flat.core.memory import TRANSITIONS, MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.options import Ignored, Phase, ReductionPolicy, UnitControl, UnitOptions
 from fsdp_flat.core.param_group import ParamGroup, begin_all_gathers, summary
@@ -129,7 +128,7 @@ class Unit:
     def use_device(self, device: torch.device) -> None:
         """Compute on another device from now on, to which the parameters have moved; the tree gets new streams."""
         for options, param_groups in self.by_mesh():
-            moved = on_device(options, device)
+            moved = replace(options, device=device)
             self.options = moved if options is self.options else self.options
             for param_group in param_groups:
                 param_group.comm.use(moved, param_group.comm.choice)
