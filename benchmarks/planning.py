@@ -1,6 +1,7 @@
 """Writes into docs/ what plans say: outputs of ``examples/plan_and_record.py``, and the table of ways to save memory.
 
 ``python -m benchmarks.planning`` writes docs/planning.md, ``python -m benchmarks.planning --memory`` docs/memory.md.
+Where transformers is installed, the first also runs the command on its page.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -36,6 +39,7 @@ MEMORY_PAGE = ROOT / "docs" / "memory.md"
 EXAMPLE = ROOT / "examples" / "plan_and_record.py"
 # A name of a file that the example writes, and the text between it and the end of the block below.
 OUTPUT = re.compile(r"(<!-- (\w+\.txt) -->\n```text\n)(.*?)(```\n)", re.DOTALL)
+COMMAND = re.compile(r"^\$ fsdp-flat (.*)$", re.MULTILINE)
 TABLE = re.compile(r"(<!-- python -m benchmarks\.planning --memory -->\n)(.*?)(<!-- end -->\n)", re.DOTALL)
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -83,7 +87,16 @@ HEADER = [
 
 def with_outputs(page: str, folder: Path) -> str:
     """Return the page with the texts of ``folder`` in the blocks that are marked with their names."""
-    return OUTPUT.sub(lambda block: block[1] + (folder / block[2]).read_text() + block[4], page)
+    texts = {path.name: path.read_text() for path in folder.glob("*.txt")}
+    return OUTPUT.sub(lambda block: block[1] + texts.get(block[2], block[3]) + block[4], page)
+
+
+def output_of_command(page: str) -> str:
+    """Run the command that the page shows, and return the line and what it prints."""
+    (line,) = COMMAND.findall(page)
+    command = [sys.executable, "-m", "fsdp_flat", *shlex.split(line)]
+    shown = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    return f"$ fsdp-flat {line}\n{shown}"
 
 
 def outputs_of(page: str) -> dict[str, str]:
@@ -180,6 +193,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     folder = args.page.parent / args.page.stem
     subprocess.run([sys.executable, EXAMPLE, "--out", folder], check=True)
+    if find_spec("transformers"):
+        (folder / "batch.txt").write_text(output_of_command(args.page.read_text()))
     (folder / "machine.txt").write_text(machine({"where": where()}))
     args.page.write_text(with_outputs(args.page.read_text(), folder))
     for path in [*folder.glob("*.txt"), *folder.glob("*.json")]:

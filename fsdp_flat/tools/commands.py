@@ -209,7 +209,7 @@ ReduceDtype = Annotated[
 def _plan(
     model: Model,
     ranks: NumRanks,
-    batch: Annotated[str | None, typer.Option("--batch", help="Shape of a rank's input, as 4x2048.")] = None,
+    batch: Annotated[str | None, typer.Option("--batch", help="Shape of a rank's input, as 4x2048, or auto.")] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="The input is of integers, not floating-point.")] = False,
     wrap: Wrap = [],  # noqa: B006 (typer copies it)
     strategy: Strategy = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from torch import nn
 from fsdp_flat.api import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.sizes import nbytes_of, size_text
 from fsdp_flat.tools.command_output import show
 from fsdp_flat.tools.hub_models import hub_batch, is_hub_config
 from fsdp_flat.tools.named_models import classes_named, imported, named_model
+from fsdp_flat.tools.plan_search import largest_batch, repeated_classes
 from fsdp_flat.tools.planned_step import MakeOptimizer
 from fsdp_flat.tools.planning import plan
 from fsdp_flat.tools.step_plan import StepPlan
@@ -35,6 +37,10 @@ PRECISIONS: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
 }
 APIS = {"wrapper": "FullyShardedDataParallel", "fully_shard": "fully_shard"}
 _REDUCE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# The number of rows that ``--batch`` leaves open.
+_AUTO = "auto"
+# Attributes of a model's config that say how long its sequences are.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_len", "block_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +54,8 @@ class PlanFlags:
         api: a key of ``APIS``.
         precision: a key of ``PRECISIONS``; without it a hub model is trained in "bf16", and others are "as-built".
         reduce_dtype: "fp32" or "bf16", for a precision with a dtype of compute.
-        batch: the shape of a rank's input, as "4x2048"; without it the units alone are shown.
+        batch: the shape of a rank's input, as "4x2048"; without it the units alone are shown. "auto", or "autox2048",
+            is the largest number of rows that ``fit`` allows, of sequences as long as the model's config says.
         tokens: the input is of integers.
         loss: ``module:function``, called with the model and the batch.
         optimizer: a class of ``torch.optim`` in any case, "none", or ``module:function``.
@@ -98,13 +105,29 @@ def show_plan(
     """
     model = named_model(name, allow_pickle=allow_pickle)
     assumed: dict[str, str] = {}
+    limit_nbytes = None
+    if flags.batch is not None and flags.batch.partition("x")[0] == _AUTO:
+        if flags.fit is None:
+            raise OptionError("--batch auto needs --fit, the memory of a rank, as 80GB.")
+        limit_nbytes = nbytes_of(flags.fit, "--fit")
+        flags = _flags_of_auto(model, flags, assumed)
     arguments = _unit_arguments(model, flags, assumed, is_hub=is_hub_config(name))
-    if flags.batch is not None:
-        arguments |= _step_arguments(model, flags, assumed, is_hub=is_hub_config(name))
-    elif flags.fit is not None or picture is not None:
+    if flags.batch is None and (flags.fit is not None or picture is not None):
         raise OptionError(f"{'--picture' if flags.fit is None else '--fit'} needs a --batch, to count activations.")
+
+    def planned(rows: int) -> StepPlan:
+        if flags.batch is None:
+            return plan(model, num_ranks, **arguments)
+        own = replace(flags, batch=flags.batch.replace(_AUTO, str(rows)))
+        return plan(model, num_ranks, **arguments, **_step_arguments(model, own, assumed, is_hub=is_hub_config(name)))
+
     try:
-        found = plan(model, num_ranks, **arguments)
+        if limit_nbytes is None:
+            found = planned(1)
+        else:
+            rows, found = largest_batch(planned, limit_nbytes)
+            shape, says = str(flags.batch).replace(_AUTO, str(rows)), "the largest that fits"
+            assumed["batch"] = f"{shape}, {says if found.fits else 'which does not fit'} {size_text(limit_nbytes)}"
     except FsdpFlatError:
         raise
     except Exception as error:
@@ -118,6 +141,27 @@ def show_plan(
     lines = [f"{key}: {text}" for key, text in assumed.items()]
     show(_data_of(found, assumed), "\n".join([*lines, "", str(found)]), as_json=as_json)
     return int(not found.fits)
+
+
+def _flags_of_auto(model: nn.Module, flags: PlanFlags, assumed: dict[str, str]) -> PlanFlags:
+    """Return the flags with which to plan batches of any number of rows: what is not given comes from the model."""
+    assert flags.batch is not None
+    classes = [cls.__name__ for cls in repeated_classes(model)[:1]] if not flags.wrap else []
+    if classes:
+        assumed["units"] = f"modules of {classes[0]} (--wrap)"
+    flags = replace(flags, wrap=flags.wrap or classes, fit=None)
+    if flags.batch != _AUTO:
+        return flags
+    config = getattr(model, "config", None)
+    known = [(name, getattr(config, name, None)) for name in _LENGTHS]
+    found = next(((name, length) for name, length in known if isinstance(length, int)), None)
+    if found is None:
+        raise OptionError(
+            f"{type(model).__name__} has no config that says how long its input is ({', '.join(_LENGTHS)}). Name the "
+            "shape of a row, as --batch autox2048."
+        )
+    assumed["length"] = f"{found[1]} tokens, the model's own ({found[0]}); --batch {_AUTO}x2048 sets another"
+    return replace(flags, batch=f"{_AUTO}x{found[1]}", tokens=True)
 
 
 def _unit_arguments(model: nn.Module, flags: PlanFlags, assumed: dict[str, str], *, is_hub: bool) -> dict[str, Any]:
@@ -192,7 +236,7 @@ def _sizes_of(shape: str) -> list[int]:
     try:
         sizes = [int(size) for size in shape.split("x")]
     except ValueError as error:
-        raise OptionError(f"--batch is a shape like 4x2048; got {shape}.") from error
+        raise OptionError(f"--batch is a shape like 4x2048, or {_AUTO}; got {shape}.") from error
     if min(sizes) < 1:
         raise OptionError(f"--batch is a shape of positive sizes, like 4x2048; got {shape}.")
     return sizes

@@ -22,6 +22,9 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 _LEAST_SHARE = 0.1
 # Memory budgets that are tried for the same units.
 _MOST_BUDGETS = 3
+# After so many plans of batches whose size is guessed from their peaks, the interval is halved.
+_MOST_GUESSES = 6
+_MOST_ROWS = 1 << 20
 
 _Compared = tuple[PlanChoice, StepPlan]
 
@@ -56,6 +59,23 @@ def search(
     too_large = sorted((pair for pair in compared if pair not in fitting), key=lambda pair: pair[0].peak_nbytes)
     ordered = [*fitting, *too_large]
     return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
+
+
+def largest_batch(planned: Callable[[int], StepPlan], limit_nbytes: int) -> tuple[int, StepPlan]:
+    """Return the largest number of rows whose plan fits ``limit_nbytes``, with that plan; one row if none fits.
+
+    It is found by bisection. A peak grows almost in proportion to the rows, which says where to cut first.
+    """
+    plans = {1: planned(1)}
+    first, low, high, guess = plans[1].peak_nbytes, 1, _MOST_ROWS + 1, 2
+    while first <= limit_nbytes and high - low > 1:
+        peak_nbytes = plans.setdefault(guess, planned(guess)).peak_nbytes
+        low, high = (guess, high) if peak_nbytes <= limit_nbytes else (low, guess)
+        guess = 1 + (limit_nbytes - first) * (guess - 1) // max(1, peak_nbytes - first)
+        if len(plans) > _MOST_GUESSES and high <= _MOST_ROWS:
+            guess = (low + high) // 2
+        guess = max(low + 1, min(guess, high - 1, 16 * low))
+    return low, replace(plans[low], limit_nbytes=limit_nbytes)
 
 
 def _any_fits(compared: list[_Compared], limit_nbytes: int) -> bool:

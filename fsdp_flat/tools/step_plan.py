@@ -78,7 +78,8 @@ class StepPlan(ModelDescription):
         exposed_seconds: the part of ``seconds`` in which compute waits for communication.
         host_nbytes: bytes in host memory with ``cpu_offload`` or ``offload_activations``: of shards, gradients,
             optimizer states and activations.
-        limit_nbytes: the bytes that the search was to stay below; None for a plan that was not searched for.
+        limit_nbytes: the bytes that the search was to stay below; None for a plan that was not searched for. Without
+            ``choices`` the search was for the largest batch.
         choices: the plans that the search has compared, the best first; this is the first.
     """
 
@@ -142,7 +143,7 @@ class StepPlan(ModelDescription):
         return "\n".join([*lines, *self._search_lines()])
 
     def _search_lines(self) -> list[str]:
-        if self.limit_nbytes is None:
+        if self.limit_nbytes is None or not self.choices:
             return []
         best, limit = self.choices[0], self.limit_nbytes
         num_fitting = sum(choice.peak_nbytes <= limit for choice in self.choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 
 from fsdp_flat import CPUOffload, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, plan
 from fsdp_flat.errors import OptionError
+from fsdp_flat.tools.plan_search import largest_batch
+from fsdp_flat.tools.step_memory import BytesByKind, Moment, StepPhase
+from fsdp_flat.tools.step_plan import StepPlan
 from fsdp_flat.tools.text import BYTES_A_SECOND, FLOPS, speed_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support.models import Block, Stack
@@ -73,6 +77,74 @@ def test_a_plan_that_fits_has_status_zero_and_a_picture(run_json: RunJson, tmp_p
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_largest_batch_fits_and_one_row_more_does_not(recomputes: bool, run_json: RunJson) -> None:
+    how = ["--recompute"] if recomputes else []
+    status, found = run_json("plan", STACK, "--ranks", 4, "--batch", "autox8", "--fit", "60kB", *how)
+    assert (status, found["fits"]) == (0, True)
+    assert found["assumed"]["units"] == "modules of Block (--wrap)"
+    shape, says = found["assumed"]["batch"].split(", ")
+    assert says == "the largest that fits 60.0 kB"
+    rows = int(shape.removesuffix("x8"))
+    wrap = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "checkpointing": recomputes}
+    fits, larger = (plan(Stack(), 4, batch=torch.empty(each, 8), **wrap).peak_nbytes for each in (rows, rows + 1))
+    assert found["peak_nbytes"] == fits <= 60_000 < larger
+
+
+def test_a_batch_of_one_row_that_does_not_fit_is_shown(run: Run) -> None:
+    status, text, _ = run("plan", STACK, "--ranks", 2, "--batch", "autox8", "--fit", "1kB")
+    assert status == 1
+    assert "\nbatch: 1x8, which does not fit 1.00 kB\n" in text
+
+
+class Config:
+    n_positions = 12
+
+
+class Language(nn.Module):
+    """Has a config as those of transformers."""
+
+    config = Config()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 8), nn.Sequential(Block(), Block())
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        assert tokens.dtype == torch.long
+        return self.blocks(self.embed(tokens))
+
+
+def test_rows_are_as_long_as_the_config_of_the_model_says(run_json: RunJson) -> None:
+    _, found = run_json("plan", f"{HERE}:Language", "--ranks", 2, "--batch", "auto", "--fit", "60kB")
+    assert found["assumed"]["length"] == "12 tokens, the model's own (n_positions); --batch autox2048 sets another"
+    assert found["assumed"]["batch"].split(",")[0].endswith("x12")
+
+
+@pytest.mark.parametrize(
+    "peak",
+    [lambda rows: 10 * rows, lambda rows: 5000 + 7 * rows**2, lambda rows: max(4000, 90 * rows), lambda rows: 5],
+    ids=["proportional", "quadratic", "flat at first", "flat"],
+)
+@pytest.mark.parametrize("limit", [1, 10, 999, 5007, 12_345])
+def test_the_largest_batch_is_found_in_few_plans_for_any_growth_of_the_peak(
+    peak: Callable[[int], int], limit: int
+) -> None:
+    tried: list[int] = []
+
+    def planned(rows: int) -> StepPlan:
+        tried.append(rows)
+        moment = Moment(StepPhase.BACKWARD, 0.0, "", BytesByKind(activations=peak(rows)))
+        return StepPlan((), 1, 1, 0, phases=(moment,))
+
+    rows, found = largest_batch(planned, limit)
+    most = 1 << 20
+    assert rows == max([1, *[rows for rows in range(1, 3000) if peak(rows) <= limit]]) or rows == most
+    assert (rows == most) == (peak(most) <= limit)
+    assert found.fits == (peak(1) <= limit)
+    assert len(tried) == len(set(tried)) <= 20
+
+
 def test_describe_lists_the_units_that_wrapping_makes(run_json: RunJson) -> None:
     status, found = run_json("describe", STACK, "--ranks", 2, "--wrap", "Block")
     assert (status, [unit["name"] for unit in found["units"]]) == (
@@ -114,7 +186,7 @@ def test_a_name_without_a_model_is_one_line(model: str, told: str, run: Run) -> 
 def test_unknown_classes_strategies_and_shapes_are_named(run: Run) -> None:
     assert "The model has no Blok; it has Block, " in run("plan", STACK, "--ranks", 2, "--wrap", "Blok")[2]
     assert "--strategy is one of FULL_SHARD, " in run("plan", STACK, "--ranks", 2, "--strategy", "FULL")[2]
-    assert "--batch is a shape like 4x2048; got 4,8." in run("plan", STACK, "--ranks", 2, "--batch", "4,8")[2]
+    assert "--batch is a shape like 4x2048, or auto; got 4,8." in run("plan", STACK, "--ranks", 2, "--batch", "4,8")[2]
 
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -185,6 +257,9 @@ def test_equal_units_are_one_row_with_sizes_that_a_person_reads(run: Run) -> Non
         (["--batch", "16x9"], "Stack cannot run on --batch 16x9: RuntimeError: a and b must have same reduction dim"),
         (["--batch", "0x8"], "--batch is a shape of positive sizes"),
         (["--fit", "1GB"], "--fit needs a --batch"),
+        (["--batch", "autox8"], "--batch auto needs --fit, the memory of a rank, as 80GB."),
+        (["--batch", "auto", "--fit", "80"], "--fit must be a number of bytes with a unit"),
+        (["--batch", "auto", "--fit", "1MB"], "Stack has no config that says how long its input is (max_position_"),
         (["--picture", "plan.png"], "--picture needs a --batch"),
         (["--batch", "16x8", "--bandwidth", "50Gb/s"], "--bandwidth is a positive number a second"),
         (["--batch", "16x8", "--flops", "0"], "--flops is a positive number a second"),
