@@ -44,6 +44,7 @@ _CORES_OF_A_PART = 3
 # Seconds in which pytest prints what has failed, once its time is over.
 _CLOSING_S = 10.0
 _NUM_PARITY_PARTS = 4
+_ONE_RANK = "tests/gpu/test_one_rank_on_devices.py"
 # Tests beside torch's FSDP1 that train by means of their own.
 _MORE_PARITY_FILES = ("test_local_calls.py", "test_torchs_test_helpers.py")
 # Tests beside torch's fully_shard that are of gloo, of the CPU, or of streams that are not the device's.
@@ -106,15 +107,17 @@ def parts(has_accelerator: bool, *, has_cuda: bool, clients: Sequence[str] = ())
             Part("trial", "the benchmark on the CPU, at sizes where its figures mean nothing", tiny, 30.0),
         ]
     if not has_cuda:
-        return [Part("devices", "tests marked gpu", ("-m", "gpu", "tests"), 240.0, is_pytest=True)]
+        files = (path.relative_to(ROOT).as_posix() for path in marked_files())
+        return [Part("devices", "tests marked gpu", ("-m", "gpu", *files), 240.0, is_pytest=True)]
     over_nccl = ("--transport", "nccl")
     sanitized = {"TORCH_CUDA_SANITIZER": "1"}
-    # Those in tests/gpu start many programs (the examples) or train in many ways; the others are mostly faults.
-    faults = ("-m", "gpu", "--ignore=tests/gpu", "--ignore=tests/clients", "tests")
+    # By file: to collect all tests imports what is not installed.
+    marked = sorted(path.relative_to(ROOT).as_posix() for path in marked_files())
+    one_rank, others = [path for path in marked if path == _ONE_RANK], [path for path in marked if path != _ONE_RANK]
     found = [
         Part("sanitizer", "the stream sanitizer", ("tests.gpu.one_rank",), 120.0, sanitized),
-        Part("devices", "tests marked gpu in tests/gpu", ("-m", "gpu", "tests/gpu"), 150.0, is_pytest=True),
-        Part("faults", "tests marked gpu, faults among them", faults, 120.0, is_pytest=True),
+        Part("one-rank", "waits and memory of one rank", ("-m", "gpu", *one_rank), 120.0, is_pytest=True),
+        Part("devices", "other tests marked gpu", ("-m", "gpu", *others), 150.0, is_pytest=True),
     ]
     found += [
         Part(
@@ -130,6 +133,12 @@ def parts(has_accelerator: bool, *, has_cuda: bool, clients: Sequence[str] = ())
         files = tuple(f"tests/clients/{name}" for name in clients)
         found.append(Part("clients", "clients over NCCL", (*over_nccl, *files), 100.0, is_pytest=True))
     return found
+
+
+def marked_files() -> list[Path]:
+    """Return the files of tests some of which are marked gpu, by the mark itself or by a name of ``accelerator``."""
+    tests = (ROOT / "tests").glob("*/test_*.py")
+    return [path for path in tests if re.search(r"mark\.gpu\b|^from tests\.gpu\.accel", path.read_text(), re.MULTILINE)]
 
 
 def parity_files() -> list[Path]:

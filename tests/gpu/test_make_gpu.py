@@ -58,7 +58,7 @@ def test_with_a_gpu_the_sanitizer_runs_once_then_marked_tests_parity_and_clients
 ) -> None:
     machine = Machine(monkeypatch)
     assert machine(parts(True, **GPU)) == 0
-    assert machine.names() == ["sanitizer", "devices", "faults", *(f"parity-{n}" for n in range(1, 5)), "clients"]
+    assert machine.names() == ["sanitizer", "one-rank", "devices", *(f"parity-{n}" for n in range(1, 5)), "clients"]
     over_nccl = [part.words for part in machine.ran if part.words[:2] == ("--transport", "nccl")]
     files = sorted(path for words in over_nccl for path in words if path.endswith(".py"))
     parity = sorted(path.relative_to(ROOT).as_posix() for path in parity_files())
@@ -66,6 +66,13 @@ def test_with_a_gpu_the_sanitizer_runs_once_then_marked_tests_parity_and_clients
     assert {"tests/training/test_training.py", "tests/training/test_torch_cases_core.py"} <= set(parity)
     assert {"tests/training/test_step_cases.py", "tests/mixed_precision/test_fully_shard.py"} <= set(parity)
     assert all((ROOT / path).exists() for path in files)
+    marked = [words for words in (part.words for part in machine.ran) if words[:2] == ("-m", "gpu")]
+    assert "tests/gpu/test_one_rank_on_devices.py" in marked[0]
+    assert set(marked[1][2:]) == {
+        *(f"tests/gpu/test_{name}.py" for name in ("checkpoints_on_devices", "examples_on_devices", "shared_gpu")),
+        "tests/gpu/test_training_on_devices.py",
+        "tests/loss_scaling/test_sharded_grad_scaler.py",
+    }
     assert [part.words for part in machine.ran if part.environ == {"TORCH_CUDA_SANITIZER": "1"}] == [
         ("tests.gpu.one_rank",)
     ]
@@ -80,19 +87,20 @@ def test_a_failure_is_told_when_the_part_ends_and_the_rest_runs(monkeypatch: pyt
         index for index, line in enumerate(machine.said) if "4 tests ran, 2 failed, 0 skipped; status 1" in line
     )
     assert machine.said[told - 1] == "-- devices\nwhat failed"
-    assert told < machine.said.index("-- faults\nits output")
+    assert told < machine.said.index("-- parity-1\nits output")
 
 
 @pytest.mark.parametrize(
     ("seconds", "pace", "expected"),
     [
         # 60 % are for tests, and the benchmark gets what they leave.
-        (900.0, 1.0, ["sanitizer", "devices", "faults", "parity-1", "benchmark"]),
+        (900.0, 1.0, ["sanitizer", "one-rank", "devices", "parity-1", "benchmark"]),
         # The part that is too long is left out, a shorter one of less weight is not.
-        (480.0, 1.0, ["sanitizer", "devices", "benchmark"]),
-        (440.0, 1.0, ["sanitizer", "faults", "benchmark"]),
+        (480.0, 1.0, ["sanitizer", "one-rank", "benchmark"]),
+        (580.0, 1.0, ["sanitizer", "one-rank", "clients", "benchmark"]),
         # Where parts take longer than is expected of them, the last one is ended, and the benchmark has its time.
-        (900.0, 2.0, ["sanitizer", "devices", "benchmark"]),
+        (900.0, 2.0, ["sanitizer", "one-rank", "benchmark"]),
+        (900.0, 1.5, ["sanitizer", "one-rank", "devices", "benchmark"]),
         # Too little for the benchmark.
         (190.0, 1.0, ["clients"]),
     ],
@@ -111,7 +119,7 @@ def test_parts_run_in_order_of_weight_as_far_as_time_goes(
 def test_the_benchmark_is_told_how_long_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
     machine([*parts(True, **GPU), BENCHMARK], 900.0)
-    # 120, 150, 120 and 120 s are gone.
+    # 120, 120, 150 and 120 s are gone.
     assert machine.ran[-1].words == ("benchmarks.gpu", "--minutes", "6.50")
 
 
@@ -122,5 +130,5 @@ def test_parts_are_selected_by_the_beginnings_of_their_names() -> None:
         "clients",
     ]
     assert select(every, []) == every
-    with pytest.raises(ValueError, match="no part is called 'client_s' here; there are sanitizer, devices"):
+    with pytest.raises(ValueError, match="no part is called 'client_s' here; there are sanitizer, one-rank"):
         select(every, ["client_s"])
