@@ -32,6 +32,7 @@ class GroupCollectives:
         state_collectives: those of the shard group for state dicts and ``summon_full_params``; None for one rank.
         step_collectives: those that steps use, by ``choice``.
         post_forward: those of ``smaller_group``; None without one.
+        gather_buffers, reduce_buffers: what allocates the unit's buffers, by ``choice``; None for memory of any kind.
         issued: the tree's list of collectives over these process groups, which ranks compare.
     """
 
@@ -44,6 +45,7 @@ class GroupCollectives:
     def use(self, options: UnitOptions, choice: CollectiveOverrides) -> None:
         """Use other options (of another device), or another choice, in later steps. No step may be under way."""
         self.options, self.choice = options, choice
+        self.gather_buffers, self.reduce_buffers = choice.gather_buffers, choice.reduce_buffers
         shard, smaller = options.groups.shard, self.smaller_group
         collectives = partial(collectives_for, device=options.device, unit=self.unit_id, name=self.name)
         self.state_collectives = collectives(shard)

@@ -314,7 +314,7 @@ def begin_all_gathers(
             if flat_param is None or flat_param.is_meta or (dtensors.sharding.offloads and not flat_param.is_cpu):
                 dtensors.check_device()
             dtensors.takes_assigned = False
-        inputs.append(output.send(param_group.pool, comm.choice.gather_buffers))
+        inputs.append(output.send(param_group.pool, comm.gather_buffers))
     if collectives is None:
         return
     for tensor, target in join_inputs(inputs) if len(inputs) > 1 else inputs:

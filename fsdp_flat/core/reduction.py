@@ -63,7 +63,7 @@ class Reduction:
         self._mean_divisor = groups.shard.size * self._replicate.size
         self._divided_by = 1.0
         with unrecorded():
-            flat, gradient = param_group.grads.take_flat(comm.choice.reduce_buffers)
+            flat, gradient = param_group.grads.take_flat(comm.reduce_buffers)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
