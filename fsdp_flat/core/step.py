@@ -73,6 +73,7 @@ class Step:
         reductions: the reductions in flight.
         end: ends backwards.
         at_next_forward: called once, at the begin of the next forward.
+        at_units: called once each, at the begin of one unit's forward after another; the rest when the outermost ends.
         streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
             the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
@@ -100,6 +101,7 @@ class Step:
         self.meter: Any = None
         self.clipped_norm: torch.Tensor | None = None
         self.at_next_forward: list[Callable[[], object]] = []
+        self.at_units: list[Callable[[], object]] = []
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         self.has_lost_gradients = False
         self.has_unfinalized_gradients = False
@@ -223,6 +225,8 @@ class Step:
             unit.use_full_precision(full_precision)
         unit.unshard()
         record.weights = unit.gathered_version
+        if self.at_units:
+            self.at_units.pop()()
         self.order.prefetched.pop(unit, None)
         if record.iteration is not None:
             if unit.param_groups and self.order.retained not in (None, unit):
@@ -250,6 +254,8 @@ class Step:
         """End the outermost forward."""
         iteration = self.order.iteration
         assert iteration is not None
+        while self.at_units:
+            self.at_units.pop()()
         self.order.end_iteration(self._replicated)
         Progress.place = Progress.place._replace(phase=BETWEEN)
         if not iteration.expects_backward:

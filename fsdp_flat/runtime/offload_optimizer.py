@@ -32,15 +32,16 @@ class _State(NamedTuple):
 class OffloadedStates:
     """Moves the states of one optimizer: to the accelerator for its step, and then to the host.
 
-    Copies to the host begin after the step. ``optimizer.state`` shows them from the next forward on, where compute
-    waits for them and the memory on the accelerator is given back.
+    Copies to the host begin after the step, in as many parts as there are units. At the begin of each unit's forward
+    compute waits for one part, the memory on the accelerator is given back, and ``optimizer.state`` shows the host's.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unit: Unit, swap: HostSwap) -> None:
         self._unit, self._device_type, self._swap = weakref.ref(unit), unit.options.device.type, swap
         # Pinned memory is allocated once: by parameter and key, the place of a state on the host.
         self._places: dict[tuple[Any, Any], torch.Tensor] = {}
-        self._leaving: list[tuple[_State, torch.Tensor]] = []
+        # Parts that are still on the accelerator: the event after the copies, and each state with its place.
+        self._leaving: list[tuple[Any, list[tuple[_State, torch.Tensor]]]] = []
         self._sent: Any = None
         optimizer.register_step_pre_hook(self._return)
         optimizer.register_step_post_hook(self._send)
@@ -72,14 +73,17 @@ class OffloadedStates:
                 state.replace(local)
 
     def _send(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Begin to copy the states to the host, until the next forward."""
+        """Begin to copy the states to the host."""
         unit, states = self._unit(), self._states(optimizer, on_host=False)
         if unit is None or not states:
             return
-        places = [self._place_of(state) for state in states]
-        self._sent = self._swap.begin_to_host([state.local for state in states], places)
-        self._leaving = list(zip(states, places, strict=True))
-        unit.step.at_next_forward.append(self._leave)
+        self._leaving = []
+        num_states = -(-len(states) // len(unit.step.units))
+        for first in range(0, len(states), num_states):
+            part = [(state, self._place_of(state)) for state in states[first : first + num_states]]
+            self._sent = self._swap.begin_to_host([state.local for state, _ in part], [place for _, place in part])
+            self._leaving.append((self._sent, part))
+        unit.step.at_next_forward.append(self._begin_leaving)
 
     def _place_of(self, state: _State) -> torch.Tensor:
         key, local = (state.param, state.key), state.local
@@ -88,13 +92,18 @@ class OffloadedStates:
             place = self._places[key] = self._swap.place_for(local)
         return place
 
+    def _begin_leaving(self) -> None:
+        unit = self._unit()
+        if unit is not None:
+            unit.step.at_units += [self._leave] * len(self._leaving)
+
     def _leave(self) -> None:
-        """Show the states on the host, and give back their memory on the accelerator."""
-        leaving, self._leaving = self._leaving, []
-        if leaving:
-            self._swap.wait(self._sent)
-        for state, place in leaving:
-            state.replace(place)
+        """Show the states of one part on the host, and give back their memory on the accelerator."""
+        if self._leaving:
+            sent, part = self._leaving.pop(0)
+            self._swap.wait(sent)
+            for state, place in part:
+                state.replace(place)
 
     def _settle(self, *_: Any) -> None:
         """Block the host until the copies are complete, before it reads the states."""
@@ -110,9 +119,10 @@ def offload_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
     The accelerator runs the steps, for which the states come back; gradients and shards stay there. So it pays where
     activations take more memory than states: both are not there at one time. Each step copies all states in both
-    directions; copies to the host run until the next forward begins. States in other forms than plain tensors and
-    DTensors stay where they are. In a step with a closure that runs forward and backward the states are on the
-    accelerator meanwhile. On a CPU nothing changes. A second call does nothing.
+    directions: the optimizer waits until they have come, and copies to the host run until the next forward and beside
+    it. States in other forms than plain tensors and DTensors stay where they are. In a step with a closure that runs
+    forward and backward the states are on the accelerator meanwhile. On a CPU nothing changes. A second call does
+    nothing.
 
     ``CPUOffload(offload_optimizer=True)`` of the wrapper does this at the first step of each optimizer.
 

@@ -214,6 +214,42 @@ def test_copies_of_states_to_the_host_run_until_the_next_forward() -> None:
     run.check()
 
 
+@pytest.mark.parametrize("end", ["backward", "an error", "no backward"])
+def test_states_leave_unit_by_unit_during_the_next_forward(end: str) -> None:
+    with rehearsal() as run:
+        model = run.wrap(on_device(DEEP))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        offload_optimizer(optimizer)
+        model(batch()).float().pow(2).mean().backward()
+        at_units: list[set[str]] = []
+        with watched(run, model) as copies:
+            hooks = [
+                block.register_forward_hook(lambda *_: at_units.append(devices_of(optimizer)))
+                for block in model.module.blocks
+            ]
+            optimizer.step()
+            if end == "an error":
+                hooks.append(model.module.head.register_forward_pre_hook(_fail))
+                with pytest.raises(ArithmeticError):
+                    model(batch())
+                optimizer.step()
+                hooks.pop().remove()
+            output = model(batch())
+            assert devices_of(optimizer) == {"cpu"}
+            if end == "backward":
+                output.float().pow(2).mean().backward()
+                optimizer.step()
+        to_host = [copy for way, copy in copies.found if way == TO_HOST]
+        first = next(compute for number, compute in copies.compute.items() if "forward" in copies.runs[number])
+    assert at_units[0] == {"cpu", run.machine.device.type}
+    assert not all(is_ordered(copy.stamp, first.clock) for copy in to_host), "copies run beside the first forward"
+    run.check()
+
+
+def _fail(*_: object) -> None:
+    raise ArithmeticError
+
+
 def test_a_state_dict_waits_for_the_copies() -> None:
     with rehearsal() as run:
         model = run.wrap(on_device(DEEP))
