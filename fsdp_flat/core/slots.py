@@ -390,13 +390,17 @@ class Slots:
         if self.shows_unsharded:
             is_moved = bool(output.plain) and not all(map(partial(is_alias, output.tensors[0]), output.plain))
         else:
-            local_tensors = self.plan.local_tensors(self.visible_params)
-            is_moved = self._places != tuple(map(self.storage.place_of, (*local_tensors, *self._shards)))
-            # A part without elements is nowhere, on the meta device or not.
-            is_moved = is_moved or (any(map(_IS_META, self._shards)) and not all(map(_IS_META, self.visible_params)))
+            is_moved = self.is_sharded_moved()
         if is_assigned or is_moved:
             return Changes(self._assigned() if is_assigned else (), self.moved() if is_moved else (), is_flagged)
         return _FLAGGED if is_flagged else _UNCHANGED
+
+    def is_sharded_moved(self) -> bool:
+        """Return whether sharded parameters have other memory than the shard, whatever the slots hold."""
+        local_tensors = self.plan.local_tensors(self.visible_params)
+        is_moved = self._places != tuple(map(self.storage.place_of, (*local_tensors, *self._shards)))
+        # A part without elements is nowhere, on the meta device or not.
+        return is_moved or (any(map(_IS_META, self._shards)) and not all(map(_IS_META, self.visible_params)))
 
     def _assigned(self) -> list[int]:
         attributes, names, unsharded, sharded, registered = self._bindings

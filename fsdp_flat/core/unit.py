@@ -281,8 +281,11 @@ class Unit:
         if self.state is _UNSHARDED:
             for guard in EVENTS.before_reuse:
                 guard(self)
-            for param_group in self.param_groups:
-                param_group.slots.show_unsharded()  # the user may have set ``requires_grad``
+            slots = [param_group.slots for param_group in self.param_groups]
+            if self.phase is not Phase.BACKWARD and any(each.is_sharded_moved() for each in slots):
+                self.reshard()  # an assignment to ``.data`` raises no version counter
+            for each in slots if self.state is _UNSHARDED else ():
+                each.show_unsharded()  # the user may have set ``requires_grad``
         if (
             (self.state is _GATHERING or self.state is _UNSHARDED)
             and self.needs_all_gather

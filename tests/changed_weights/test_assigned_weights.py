@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import PhaseError
 from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, MEMORY, WIDTH, WRAPPER_FRONTS, Beside, batch, placed
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, wrapped
 from tests.support.models import Stack
 
 
@@ -138,3 +139,22 @@ def test_data_that_a_caller_takes_out_and_puts_back_is_unchanged(layout: str, fr
         assert_close(beside.ours(x), beside.plain(x), **CLOSE)
     beside.train()
     beside.check_parameters()
+
+
+@on_ranks(2)
+@WRAPPER_FRONTS
+@pytest.mark.every_value_in_quick("only NO_SHARD has outputs made of the shard's memory")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_data_assigned_to_sharded_parameters_while_a_forward_keeps_their_unit_unsharded_is_used_by_the_next(
+    strategy: str, front: str
+) -> None:
+    """torch's FSDP1 uses it under NO_SHARD, and ignores it without a word where parameters are sharded."""
+    model = wrapped(
+        nn.Linear(4, 4, bias=False),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=front == "originals",
+    )
+    (param,) = model.parameters()
+    for value in (1.0, 2.0):
+        param.data = torch.full_like(param, value)
+        assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4 * value))
