@@ -60,6 +60,7 @@ from fsdp_flat.core.torch_core import (
     active_compiler,
     attributes_of,
     concatenated_mesh,
+    cuda_memory_observer,
     dtensor_of,
     dynamo_disabled,
     dynamo_disabled_here,

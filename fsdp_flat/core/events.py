@@ -22,6 +22,7 @@ class Events:
     before_backward: tuple[Callable[..., object], ...] = ()
     after_reduce: tuple[Callable[..., object], ...] = ()
     before_optimizer: tuple[Callable[..., object], ...] = ()
+    step_raised: tuple[Callable[..., object], ...] = ()
 
 
 # The events of every tree in the process.

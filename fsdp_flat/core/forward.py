@@ -145,6 +145,8 @@ class UnitForward:
         Inside a backward, activation checkpointing may raise to end a recomputation, and the parameters stay unsharded.
         Elsewhere the unit is resharded, and an outermost forward aborts the step.
         """
+        for guard in EVENTS.step_raised:
+            guard(self._step, error)
         if self.call is not None and self.call.inputs is not None:
             self.call.inputs.restore()
         self.call = None

@@ -45,6 +45,12 @@ class Guard:
         Ranks may step different optimizers.
         """
 
+    def step_raised(self, step: Step, error: BaseException) -> None:
+        """Look at an error that leaves a forward or a backward, before what the step holds is freed.
+
+        It comes for each unit that the error passes. It may get a note.
+        """
+
 
 _on: Sequence[Guard] = ()
 

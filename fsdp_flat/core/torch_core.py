@@ -259,6 +259,10 @@ preserve_version = torch.autograd._unsafe_preserve_version_counter
 # Returns whether autocast is on for any device; the public function takes a device, and raises for one that it does not
 # know.
 is_autocast_on: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# Has a function called before an error for lack of memory on CUDA; None in a torch without CUDA. An optimizer's error
+# passes through no other call of this library.
+cuda_memory_observer: Callable[[Callable[..., None]], None] | None
+cuda_memory_observer = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
 
 
 def is_replicated(module: nn.Module) -> bool:

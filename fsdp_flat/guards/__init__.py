@@ -16,6 +16,7 @@ from fsdp_flat.guards.compiled_modules import CompiledModules
 from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
 from fsdp_flat.guards.meta_tensors import MetaTensors
 from fsdp_flat.guards.optimizers import Optimizers
+from fsdp_flat.guards.out_of_memory import OutOfMemory
 from fsdp_flat.guards.replaced_modules import ReplacedModules
 from fsdp_flat.guards.trained_parameters import TrainedParameters, TrainedReplicas
 from fsdp_flat.guards.unmanaged_tensors import ReplicatedTensors, UnmanagedTensors, check_replicas
@@ -32,6 +33,7 @@ DEFAULT = (
     UnmanagedTensors(),
     LowPrecisionWeights(),
     Optimizers(),
+    OutOfMemory(),
 )
 
 

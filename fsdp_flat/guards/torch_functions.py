@@ -56,6 +56,7 @@ from fsdp_flat.core import (
     units_in_backward,
     units_of,
 )
+from fsdp_flat.core.events import EVENTS
 from fsdp_flat.errors import UnsupportedError, UsageError, phrase, some_of
 from fsdp_flat.guards.optimizers import check_whole
 from fsdp_flat.runtime import check_gradients_set, clip_grads, outer_holder_in, unit_record
@@ -378,6 +379,11 @@ def backward(*args: Any, **kwargs: Any) -> None:
         _torch_backward(*args, **kwargs)
     except (AttributeError, TypeError) as error:
         _explain_none(error)
+        raise
+    except RuntimeError as error:
+        for step in {unit.step for unit in units_in_backward()}:
+            for guard in EVENTS.step_raised:
+                guard(step, error)
         raise
 
 
