@@ -1,6 +1,7 @@
 """Goes on from its last checkpoint after a rank, a machine or the whole job has ended, with as many ranks as there are.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/elastic.py      one machine
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # else ranks that start again may meet addresses of those that ended
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py       one machine
     torchrun --nnodes 1:4 --nproc-per-node 4 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \
         examples/elastic.py --out /shared/run                             one to four: the same line on each of them
 

@@ -121,8 +121,11 @@ def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Pat
 
 @pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the ranks of a job in /proc")
-def test_elastic_goes_on_from_its_last_checkpoint_after_a_rank_was_killed(tmp_path: Path) -> None:
-    command = torchrun("--nproc-per-node", "2", "--max-restarts", "1", str(EXAMPLES / "elastic.py"))
+def test_elastic_goes_on_from_its_last_checkpoint_after_a_rank_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = torchrun("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", str(EXAMPLES / "elastic.py"))
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as the example says
     process = start([*command, "--out", str(tmp_path / "run"), "--steps", "150"], tmp_path)
     assert process.stdout is not None
     lines = []
