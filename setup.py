@@ -39,6 +39,7 @@ setup(
         "progress": ["tqdm"],
         "safetensors": ["safetensors"],
         "hub": ["huggingface_hub"],
+        "remote": ["fsspec"],
         "migrate": MIGRATE,
         "cli": CLI,
         "clients": CLIENTS,

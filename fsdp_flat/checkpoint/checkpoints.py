@@ -20,8 +20,17 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.checkpoint.commit import candidates, check_all_here, commit, discarded_on_error, prepare, prune
+from fsdp_flat.checkpoint.commit import (
+    candidates,
+    check_all_here,
+    commit,
+    discarded_on_error,
+    invalidate,
+    prepare,
+    prune,
+)
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
+from fsdp_flat.checkpoint.files import path_of_user
 from fsdp_flat.checkpoint.format import (
     check_number,
     check_step,
@@ -29,7 +38,6 @@ from fsdp_flat.checkpoint.format import (
     next_step,
     orders_in,
     path_of,
-    path_of_user,
     sized_commit,
     verified,
     writing_path,
@@ -150,10 +158,10 @@ def save_checkpoint(
     Every rank must call this, between steps.
 
     Args:
-        directory: directory of all checkpoints of the run, on a file system shared by all ranks; rank 0 looks there
-            for the files of all ranks before it removes older checkpoints. One save at a time may run there: saves of
-            one process wait for each other. A second model of the run needs its own, because steps and ``keep_last``
-            count all checkpoints there.
+        directory: directory of all checkpoints of the run, on a file system shared by all ranks, or a URL of fsspec
+            (``"s3://bucket/run"``); rank 0 looks there for the files of all ranks before it removes older checkpoints.
+            One save at a time may run there: saves of one process wait for each other. A second model of the run needs
+            its own, because steps and ``keep_last`` count all checkpoints there.
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer.
         extra: other values of this rank to save (random states, a learning-rate scheduler's state dict): tensors,
@@ -348,6 +356,8 @@ class _Saving:
             with until_met:
                 from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
+                if together.rank == 0 and until_met.error is None and self._is_prepared:
+                    invalidate(writing)
                 self._copies.wait()
                 if until_met.error is None and self._is_prepared:
                     written, records = write_files(self._tensors, writing, together.rank, update)
@@ -610,8 +620,8 @@ def load_checkpoint(
     Raises:
         LoadError: (a RuntimeError) no checkpoint is complete, none has the number ``step``, ``directory`` is a file or
             holds only other files, or names or shapes do not fit the model; on every rank.
-        OptionError: ``directory`` is a URL or empty, ``prefix`` lacks its dot, ``rename`` gives one name twice, or
-            either comes with an optimizer, whose states have names of parameters too.
+        OptionError: ``directory`` is empty, or a URL that fsspec cannot open, ``prefix`` lacks its dot, ``rename``
+            gives one name twice, or either comes with an optimizer, whose states have names of parameters too.
         RankMismatchError: (an OptionError) ranks pass another ``step``, ``strict`` or ``prefix``, an optimizer on some
             ranks only, directories of different checkpoints, or load a parameter from other names.
         OptionTypeError: an argument of the wrong type.

@@ -1,18 +1,18 @@
 """Completes, finds and removes checkpoints, so that a crash at any moment leaves one complete.
 
 Every file, then ``commit.json``, then the directory under its final name: each of these steps is flushed to disk before
-the next.
+the next. In an object store, where no directory can be renamed, ``commit.json`` is the last step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fsdp_flat.checkpoint.files import is_remote, lexists, remove, sizes_in
 from fsdp_flat.checkpoint.format import (
     COMMIT_NAME,
     FILES_OF_RANK,
@@ -46,8 +46,14 @@ def prepare(directory: Path, step: int) -> None:
     recover(directory)
     remove_unfinished(directory)
     writing = writing_path(directory, step)
-    if writing.exists():
+    if writing.exists() and not is_remote(writing):
         raise FileExistsError(f"{writing} is in the way of the checkpoint's directory and cannot be removed.")
+
+
+def invalidate(path: Path) -> None:
+    """Have a checkpoint that is written, or removed, under its own name be unfinished."""
+    if is_remote(path):
+        (path / COMMIT_NAME).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -60,12 +66,14 @@ def discarded_on_error(directory: Path, step: int, rank: int) -> Iterator[None]:
         with suppress(OSError):
             if rank == 0:
                 recover(directory)
-                shutil.rmtree(writing, ignore_errors=True)
+                if not (writing / COMMIT_NAME).exists() or not is_remote(writing):
+                    remove(writing)
             else:
                 for path in writing.glob(FILES_OF_RANK.format(rank)):
                     path.unlink()
                 # Another rank's files are there unless the directory is this rank's alone.
-                writing.rmdir()
+                if not is_remote(writing):
+                    writing.rmdir()
         raise
 
 
@@ -74,17 +82,14 @@ def recover(directory: Path) -> None:
     for away in directory.glob(f"step-*{REPLACED}"):
         final = away.with_suffix("")
         if final.exists():
-            _remove(away)
+            remove(away)
         else:
             os.replace(away, final)
 
 
 def check_all_here(writing: Path, each_records: Sequence[Records]) -> None:
     """Raise unless this rank finds the files of every rank, with the sizes in their records."""
-    # To list a directory makes a network file system ask its server; a lookup may be answered from a cache.
-    found: dict[str, int] = {}
-    for entry in os.scandir(writing):
-        found[entry.name] = entry.stat().st_size
+    found = sizes_in(writing)
     for rank, records in enumerate(each_records):
         for name, record in records.items():
             if found.get(name) != record["size"]:
@@ -101,15 +106,20 @@ def commit(directory: Path, step: int, records: Records) -> None:
     final, writing = path_of(directory, step), writing_path(directory, step)
     # The newest checkpoint has the highest sequence number, whatever its step.
     order = 1 + max(orders_in(directory).values(), default=0)
+    if is_remote(directory):
+        for name in sizes_in(writing).keys() - records:  # of a checkpoint of this number, of more ranks
+            (writing / name).unlink(missing_ok=True)
+        write_commit(writing, step, order, records)
+        return
     write_commit(writing, step, order, records)
     _flush_directory(writing)
     # The old checkpoint is missing only between these two renames; recover() restores it after a kill there.
     away = final.with_suffix(REPLACED)
-    if os.path.lexists(final):
+    if lexists(final):
         os.replace(final, away)
     os.replace(writing, final)
     _flush_directory(directory)
-    _remove(away)
+    remove(away)
 
 
 def _flush_directory(path: Path) -> None:
@@ -181,9 +191,12 @@ def prune(path: Path, keep_last: int) -> None:
     try:
         valid = [step for step, order in orders_in(path.parent).items() if order]
         for step in valid[keep_last:]:
-            # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
+            # Rename first, or remove the record: an interrupted removal must not leave a partial checkpoint.
             old = path_of(path.parent, step)
-            _remove(old.with_suffix(REMOVING))
+            if is_remote(old):
+                invalidate(old)
+                continue
+            remove(old.with_suffix(REMOVING))
             os.replace(old, old.with_suffix(REMOVING))
         remove_unfinished(path.parent)
     except OSError as error:
@@ -193,13 +206,4 @@ def prune(path: Path, keep_last: int) -> None:
 def remove_unfinished(directory: Path) -> None:
     """Remove what interrupted saves and removals have left."""
     for name in unfinished(directory):
-        _remove(directory / name)
-
-
-def _remove(path: Path) -> None:
-    """Remove a directory, or a link to one, as far as possible."""
-    if path.is_symlink():
-        with suppress(OSError):
-            path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        remove(directory / name)

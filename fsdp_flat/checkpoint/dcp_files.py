@@ -19,7 +19,6 @@ from __future__ import annotations
 import io
 import logging
 import math
-import os
 import pickle
 import warnings
 import zlib
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -45,6 +44,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.consensus import Consensus, compare_names
+from fsdp_flat.checkpoint.files import flush, is_remote, sizes_in
 from fsdp_flat.checkpoint.format import Records, check_file, naming, record_of
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.core import units_of
@@ -80,7 +80,7 @@ class _SummedFile(io.BufferedWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+        super().__init__(cast(Any, path).open("wb") if is_remote(path) else io.FileIO(path, "wb"))
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
@@ -127,8 +127,7 @@ def write_files(
                 # The planner's data: the nested keys of a flattened name.
                 keys, length = plan.planner_data[item.index.fqn], written.tell() - start
                 rows.append([keys, kind, length, file.name, start, length])
-            written.flush()
-            os.fsync(written.fileno())
+            flush(written)
             record = {"size": written.tell(), "crc32": written.crc32}
     except RuntimeError as error:
         # torch's text is about positions in a file; that of a full disk is the cause.
@@ -181,7 +180,11 @@ def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> Records:
         plans.append(SavePlan(items, planner_data=keys_of))
         results.append(written)
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    writer = _MetadataWriter(path, sync_files=True)
+    writer: dcp.FileSystemWriter = _MetadataWriter(path, sync_files=True)
+    if is_remote(path):
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        writer = FsspecWriter(str(path), sync_files=False)
     writer.set_up_storage_writer(True)
     _, metadata = planner.create_global_plan(plans)
     # The writer keeps the last result of each part.
@@ -242,17 +245,21 @@ class SafeReader(dcp.FileSystemReader):
         parts: the begins of the names that are read; other values may be damaged. By default all are read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], parts: tuple[str, ...] = ()) -> None:
+    def __init__(self, path: Path, parts: tuple[str, ...] = ()) -> None:
         super().__init__(path)
-        self._parts = parts
+        if is_remote(path):
+            from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+            self.fs, self.path = FsspecReader(str(path)).fs, str(path)
+        self._place, self._parts = path, parts
 
     @cached_property
     def _metadata(self) -> Metadata:
-        path = Path(self.path, ".metadata")
+        path = self._place / ".metadata"
         check_file(path)
         try:
             found: Metadata = _SafeUnpickler(io.BytesIO(path.read_bytes())).load()
-            sizes = {entry.name: entry.stat().st_size for entry in os.scandir(path.parent) if entry.is_file()}
+            sizes = sizes_in(path.parent)
             parts = self._parts or ("",)
             problem = next(chain(_misplaced(found, parts, sizes), _incomplete(found, parts)), None)
         except LoadError:

@@ -19,6 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fsdp_flat.checkpoint.files import flush, is_remote, lexists
 from fsdp_flat.checkpoint.progress import ProgressBar
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, some_of
 
@@ -59,32 +60,10 @@ class Commit:
         return sum(record["size"] for record in self.files.values())
 
 
-def path_of_user(value: Any, name: str) -> Path:
-    """Return a path argument as an absolute path, so that a later change of directory does not matter."""
-    try:
-        path = Path(value)
-    except TypeError as error:
-        raise OptionTypeError(f"{name} must be a path, as a str or a Path; got {value!r}.") from error
-    if value == "":
-        raise OptionError(f"{name} is an empty text; expected a path. Pass '.' for the working directory.")
-    check_local(value, name)
-    return path.absolute()
-
-
-def check_local(value: Any, name: str) -> None:
-    """Raise for a URL, of which a folder named ``s3:`` would be made."""
-    # A Path has one slash there.
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/" + ("/" if isinstance(value, str) else ""), os.fspath(value)):
-        advice = "Write or read a local folder, and copy it by the client of the store; or mount the store as a folder."
-        if scheme[1].lower() == "file":
-            advice = "Pass what comes after file://."
-        raise OptionError(f"{name} must be a path in a mounted file system; {os.fspath(value)!r} is a URL. {advice}")
-
-
 def check_file(path: Path) -> None:
     """Raise unless there is a regular file: opening a FIFO or a device may wait for ever."""
     if not path.is_file():
-        raise LoadError(f"{path} {'is no regular file' if os.path.lexists(path) else 'does not exist'}.")
+        raise LoadError(f"{path} {'is no regular file' if lexists(path) else 'does not exist'}.")
 
 
 @contextmanager
@@ -122,7 +101,13 @@ def path_of(directory: Path, step: int) -> Path:
 
 def writing_path(directory: Path, step: int) -> Path:
     """Return the directory of checkpoint ``step`` while it is written."""
-    return path_of(directory, step).with_suffix(WRITING)
+    final = path_of(directory, step)
+    return final if is_remote(directory) else final.with_suffix(WRITING)
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a directory is a checkpoint that was never finished, where it is written under its own name."""
+    return is_remote(path) and step_number_of(path.name) is not None and not (path / COMMIT_NAME).exists()
 
 
 def step_number_of(name: str) -> int | None:
@@ -133,12 +118,13 @@ def step_number_of(name: str) -> int | None:
 
 def names_in(directory: Path) -> list[str]:
     """Return the names in a directory; none if there is no directory."""
-    return os.listdir(directory) if directory.is_dir() else []
+    return [each.name for each in directory.iterdir()] if directory.is_dir() else []
 
 
 def numbers(directory: Path) -> list[int]:
     """Return the numbers of the checkpoints in a directory, sorted."""
-    return sorted(step for step in map(step_number_of, names_in(directory)) if step is not None)
+    names = [name for name in names_in(directory) if not _is_left(directory / name)]
+    return sorted(step for step in map(step_number_of, names) if step is not None)
 
 
 def orders_in(directory: Path) -> dict[int, int]:
@@ -163,8 +149,9 @@ def next_step(directory: Path) -> int:
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    ends = (WRITING, REMOVING)
-    return sorted(name for name in names_in(directory) if name.endswith(ends) and _NAME.match(Path(name).stem))
+    ends, names = (WRITING, REMOVING), names_in(directory)
+    left = [name for name in names if _is_left(directory / name)]
+    return sorted([*left, *(name for name in names if name.endswith(ends) and _NAME.match(Path(name).stem))])
 
 
 def records_of(path: Path, pattern: str) -> Records:
@@ -176,7 +163,7 @@ def record_of(path: Path, update: Callable[[int], object] = int) -> Record:
     """Return the record of a file; ``update`` is called with the number of bytes as they are read."""
     crc = 0
     check_file(path)
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             update(len(chunk))
@@ -208,16 +195,15 @@ def write_commit(writing: Path, step: int, order: int, records: Records) -> None
     """Write the record that completes the checkpoint in ``writing``, and flush it to disk."""
     body = {"format": _FORMAT, "step": step, "order": order, "files": dict(sorted(records.items()))}
     body["crc32"] = _crc_of(body)
-    with naming(writing / COMMIT_NAME), open(writing / COMMIT_NAME, "w") as file:
+    with naming(writing / COMMIT_NAME), (writing / COMMIT_NAME).open("w") as file:
         json.dump(body, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
+        flush(file)
 
 
 def read_commit(path: Path) -> Commit:
     """Return the record of a checkpoint; raise a LoadError if it cannot be read, or was altered."""
     file = path / COMMIT_NAME
-    if not os.path.lexists(file):
+    if not lexists(file):
         if path.exists():
             raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished")
         if path.is_symlink():

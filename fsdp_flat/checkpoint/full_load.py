@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_NAME, adapters_of
 from fsdp_flat.checkpoint.consensus import LOADING, Consensus, compare_names
-from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, orders_in, path_of_user
+from fsdp_flat.checkpoint.files import lexists, local_file, path_of_user
+from fsdp_flat.checkpoint.format import COMMIT_NAME, Records, check_file, check_sums, orders_in
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of
 from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, files_in_index, read_safetensors
@@ -59,8 +59,8 @@ def load_full(
         model: a wrapped model, or a module that holds wrappers.
         path: a ``.safetensors`` file (read by the package safetensors), a directory with ``model.safetensors`` or with
             an index as on model hubs, or a file of ``torch.save`` with a state dict (read by ``torch.load`` with
-            ``mmap`` and ``weights_only``). A directory of an adapter of the peft package is loaded into that adapter of
-            the model, with ``strict=False``.
+            ``mmap`` and ``weights_only``); a path or a URL of fsspec. A directory of an adapter of the peft package is
+            loaded into that adapter of the model, with ``strict=False``.
         strict: missing and unexpected names in the files are an error, and integers where the model has floating-point
             numbers, or the other way.
         keep: returns whether to load the entry of a name of the model.
@@ -76,7 +76,8 @@ def load_full(
         LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit, no name that begins with
             ``prefix``, or a quantized parameter that no unit manages and whose class takes no plain values; on every
             rank.
-        OptionError: ``path`` is a URL or empty, ``prefix`` lacks its dot, or ``rename`` gives one name twice.
+        OptionError: ``path`` is empty, or a URL that fsspec cannot open, ``prefix`` lacks its dot, or ``rename`` gives
+            one name twice.
         UnsupportedError: a ``.safetensors`` file, and the package safetensors is not installed.
         RankMismatchError: (an OptionError) ranks pass another ``strict``, load a parameter from other names, or files
             with other checksums.
@@ -254,9 +255,9 @@ def _files_of(path: Path) -> list[Path]:
         check_file(path)
         return [path]
     index = path / INDEX_NAME
-    if not os.path.lexists(index):
-        if not os.path.lexists(path / SINGLE_NAME):
-            if os.path.lexists(path / ADAPTER_NAME):
+    if not lexists(index):
+        if not lexists(path / SINGLE_NAME):
+            if lexists(path / ADAPTER_NAME):
                 return [path / ADAPTER_NAME]
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}{_held_instead(path)}.")
         return [path / SINGLE_NAME]
@@ -292,7 +293,7 @@ def check_recorded_sums(paths: Sequence[Path], share: int, num_shares: int, show
     """Compare a share of the files with the checksums beside them; return the records of all, none without any."""
     directory = paths[0].parent
     sums = directory / (ADAPTER_CHECKSUMS_NAME if paths[0].name == ADAPTER_NAME else CHECKSUMS_NAME)
-    if not os.path.lexists(sums):
+    if not lexists(sums):
         return {}
     check_file(sums)
     try:
@@ -330,7 +331,8 @@ def _stored_in(paths: Sequence[Path]) -> tuple[dict[str, torch.Tensor], dict[str
 
 def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
-        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with local_file(path) as file:
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise LoadError(
             f"{path} cannot be read by torch.load(weights_only=True): {phrase(error)}. Expected a state dict of plain "

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
 from fsdp_flat.checkpoint.consensus import SAVING, Consensus
-from fsdp_flat.checkpoint.format import Records, path_of_user
+from fsdp_flat.checkpoint.files import path_of_user
+from fsdp_flat.checkpoint.format import Records
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of, no_values
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, SINGLE_NAME, FileWriter, PartialFile, divided, index_of
@@ -263,7 +264,7 @@ def save_full(
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
-        directory: created if needed; the same for every rank that writes.
+        directory: a path or a URL of fsspec, created if needed; the same for every rank that writes.
         dtype: floating-point tensors are converted to it.
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.

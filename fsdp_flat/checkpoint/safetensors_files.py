@@ -10,7 +10,6 @@ that are all in memory.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from fsdp_flat.checkpoint.files import flush, local_file
 from fsdp_flat.checkpoint.format import Record, check_file, naming
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, phrase, some_of
 
@@ -67,7 +67,7 @@ class PartialFile:
         """Write the next bytes."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self._partial_path, "wb")  # noqa: SIM115 (closed below and by discard)
+            self._file = self._partial_path.open("wb")  # closed below and by discard
         with naming(self._partial_path):
             self._file.write(data)
         self.record = {"size": self.record["size"] + len(data), "crc32": zlib.crc32(data, self.record["crc32"])}
@@ -76,13 +76,12 @@ class PartialFile:
         """Flush the complete file to disk."""
         assert self._file is not None
         with naming(self._partial_path):
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            flush(self._file)
             self._file.close()
 
     def commit(self) -> None:
         """Rename the complete file to its final path."""
-        os.replace(self._partial_path, self.path)
+        self._partial_path.replace(self.path)
 
     def discard(self) -> None:
         """Remove the temporary file, if there is one."""
@@ -200,7 +199,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
     except ImportError as error:
         raise UnsupportedError(f"{path} is read by safetensors: pip install safetensors.") from error
     try:
-        with safe_open(path, framework="pt") as file:
+        with local_file(path) as local, safe_open(local, framework="pt") as file:
             # Not get_slice, which does not know that two numbers of F4 are one element of torch.
             return {name: file.get_tensor(name) for name in file.offset_keys()}, file.metadata() or {}
     except (SafetensorError, RuntimeError) as error:

@@ -54,7 +54,6 @@ def open_checkpoint(path: Path, *, allow_pickle: bool = False) -> StoredCheckpoi
         LoadError: a file is damaged, or of no known format.
         OptionError: there is no such path, or no checkpoint there.
     """
-    disk.check_local(path, "PATH")
     if not path.exists():
         raise OptionError(f"{path} does not exist.")
     for finds, opened in _FORMATS:
@@ -306,7 +305,7 @@ def _archives_in(path: Path) -> list[Path]:
     found = []
     for file in sorted(path.iterdir()):
         if file.suffix in (*TORCH_SUFFIXES, ".pkl") and file.is_file():
-            with open(file, "rb") as opened:
+            with file.open("rb") as opened:
                 if opened.read(2) == b"PK":
                     found.append(file)
     return found

@@ -46,8 +46,22 @@ Pickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Make any object that the files name. Runs their code: trust them first."),
 ]
-Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint: a file or a folder.")]
-Source = Annotated[Path, typer.Argument(metavar="A", help="A checkpoint of any kind.")]
+
+
+def _path(text: str) -> Path:
+    """Return the path of an argument, which may be a URL that fsspec knows."""
+    if "://" not in text:
+        return Path(text)
+    from fsdp_flat.checkpoint.files import path_of_user
+
+    try:
+        return path_of_user(text, "PATH")
+    except FsdpFlatError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+Checkpoint = Annotated[Path, typer.Argument(metavar="PATH", parser=_path, help="A checkpoint: a file or a folder.")]
+Source = Annotated[Path, typer.Argument(metavar="A", parser=_path, help="A checkpoint of any kind.")]
 Target = Annotated[Path, typer.Argument(metavar="B", help="The file or folder to make.")]
 Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Number of ranks to write files for.")]
 ModelOnly = Annotated[bool, typer.Option("--model-only", help="Leave out the optimizer and everything else.")]
@@ -84,7 +98,7 @@ def _migrate() -> None:
 
 @app.command("ls", epilog="Example: fsdp-flat ls run")
 def _ls(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", parser=_path, help="A folder.")],
     allow_pickle: Pickle = False,
     as_json: Json = False,
 ) -> int:
@@ -112,8 +126,8 @@ def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = Fals
 
 @app.command("diff", epilog="Example: fsdp-flat diff run/step-00000100 model.safetensors")
 def _diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one, of any format.")],
+    a: Annotated[Path, typer.Argument(metavar="A", parser=_path, help="A checkpoint.")],
+    b: Annotated[Path, typer.Argument(metavar="B", parser=_path, help="Another one, of any format.")],
     key: Key = None,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute difference of values that is none.")] = 0.0,
     rtol: Annotated[float, typer.Option("--rtol", min=0, help="The same, as a factor of the value in B.")] = 0.0,

@@ -17,7 +17,8 @@ import torch
 
 from fsdp_flat.checkpoint.commit import commit
 from fsdp_flat.checkpoint.dcp_files import on_host, write_metadata
-from fsdp_flat.checkpoint.format import check_local, records_of, writing_path
+from fsdp_flat.checkpoint.files import is_url
+from fsdp_flat.checkpoint.format import records_of, writing_path
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import INDEX_NAME, FileWriter, divided, index_of
 from fsdp_flat.errors import OptionError, UnsupportedError, counted, some_of
@@ -96,7 +97,10 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
         UnsupportedError: the kind cannot hold a value of the checkpoint, or its tensors are flat parameters.
         LoadError: the checkpoint is not complete.
     """
-    check_local(path, "The target")
+    if is_url(path):
+        raise OptionError(
+            f"The target must be a local path; got {str(path)!r}. Write it here, and copy it to the store."
+        )
     if path.exists():
         raise OptionError(f"{path} exists; name a file or folder to make.")
     if flat := [name for name in map(dotted_name, source.tensors) if name.split(".")[-1] == "_flat_param"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fsdp_flat.checkpoint.format import check_local
 from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.sizes import size_text
 from fsdp_flat.tools.checkpoint_readers import is_checkpoint, looks_like_checkpoint, open_checkpoint
@@ -14,7 +13,6 @@ from fsdp_flat.tools.command_output import TextTable, show
 
 def show_folder(folder: Path, *, allow_pickle: bool, as_json: bool) -> int:
     """Show the checkpoints in a folder, and those that cannot be read; return 1 if there are such."""
-    check_local(folder, "DIR")
     if not folder.is_dir():
         raise OptionError(f"{folder} is no folder; show one checkpoint by: fsdp-flat show {folder}")
     found: list[dict[str, Any]] = []

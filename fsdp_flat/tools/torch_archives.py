@@ -12,12 +12,14 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import torch
 
+from fsdp_flat.checkpoint.files import local_file
 from fsdp_flat.checkpoint.format import check_file
 from fsdp_flat.errors import LoadError
 from fsdp_flat.tools.torch_tools import DEVICE_MESH_LOGGER, silent
@@ -193,14 +195,14 @@ def read_archive(path: Path, start: int = 0, length: int | None = None, *, allow
     """
     unpickler = SimpleNamespace(__name__="", Unpickler=_UnpicklerOfAll if allow_pickle else _Unpickler)
     check_file(path)
-    with open(path, "rb") as whole:
+    with local_file(path) if length is None else nullcontext(path) as place, place.open("rb") as whole:
         if not zipfile.is_zipfile(whole if length is None else _Slice(whole, start, length)):
             raise LoadError(
                 f"{path} is no file of torch.save in the format that torch has had since 1.6, or it is cut off."
             )
 
         def load(**options: Any) -> Any:
-            file: Any = path if length is None else _Slice(whole, start, length)
+            file: Any = place if length is None else _Slice(whole, start, length)
             with silent(DEVICE_MESH_LOGGER):
                 return torch.load(file, map_location="cpu", mmap=length is None, **options)
 
@@ -224,7 +226,7 @@ def damaged_record(path: Path, start: int = 0, length: int | None = None) -> str
     """Return the name of the first record of a file whose bytes do not have the checksum that it names, or None."""
     try:
         with (
-            open(path, "rb") as whole,
+            path.open("rb") as whole,
             zipfile.ZipFile(whole if length is None else _Slice(whole, start, length)) as archive,
         ):
             return archive.testzip()

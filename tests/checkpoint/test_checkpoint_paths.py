@@ -147,7 +147,7 @@ def test_a_directory_of_checkpoints_may_have_a_name_like_a_checkpoints(tmp_path:
 
 
 @on_ranks(2)
-def test_a_url_or_an_empty_text_is_refused_where_a_path_is_due_and_nothing_is_made(
+def test_a_url_made_a_path_or_an_empty_text_is_refused_where_a_path_is_due_and_nothing_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder named "s3:" was made in the working directory, and files were written into that for an empty text."""
@@ -162,11 +162,8 @@ def test_a_url_or_an_empty_text_is_refused_where_a_path_is_due_and_nothing_is_ma
         ("path", lambda path: load_full(model, path)),
     ]
     for name, call in calls:
-        for path in ("s3://bucket/run", "gs://bucket/hub", "memory://x", Path("s3://bucket/run")):
-            with pytest.raises(OptionError, match=f"{name} must be a path .* {re.escape(repr(str(path)))} is a URL"):
-                call(path)
-        with pytest.raises(OptionError, match="Pass what comes after file://"):
-            call(f"file://{tmp_path}")
+        with pytest.raises(OptionError, match=f"{name} must be a path, or a URL as a str; got .*'s3:/bucket/run'"):
+            call(Path("s3://bucket/run"))
         with pytest.raises(OptionError, match=f"{name} is an empty text"):
             call("")
         dist.barrier()
