@@ -239,3 +239,18 @@ def test_a_model_without_layers_of_its_own_units_is_refused(rank: int) -> None:
     whole = wrapped(Stack(), auto_wrap_policy=BLOCKS)
     with pytest.raises(OptionError, match="integers from 0; got keep=-1"), offload_activations(whole, keep=-1):
         pass
+
+
+@on_ranks(2)
+def test_a_block_that_is_called_and_never_entered_says_so_where_it_is_called() -> None:
+    model = sharded("wrapper")
+    with pytest.warns(UserWarning, match="called and not entered") as told:
+        offload_activations(model)
+    assert told[0].filename == __file__
+
+    @offload_activations(model)
+    def forward() -> torch.Tensor:
+        return model(batch(0))
+
+    for _ in range(2):
+        forward().sum().backward()
