@@ -211,6 +211,12 @@ def save_checkpoint(
         in_thread = Consensus(group, SAVING)
         save._run(partial(saving.write, save.path, bar, keep_last, in_thread), model, together.ranks)
     replicated.warn()
+    if saving.unreduced:
+        warn_user(
+            f"save_checkpoint was called between backwards inside no_sync: gradients of {some_of(saving.unreduced, 3)} "
+            "are not reduced yet, and a checkpoint holds no gradients, so a run that goes on from it lacks those "
+            "batches. Save after optimizer.step()."
+        )
     return save
 
 
@@ -243,6 +249,9 @@ class _Saving:
             index, self._replicated = ParamIndex(model), ReplicatedTensors(model)
             self.directory = path_of_user(directory, "directory")
             _wait_for_background(model, self.directory)
+            self.unreduced = [
+                unit.name for unit in units_of(model) if any(g.grads.has_waiting for g in unit.param_groups)
+            ]
             check_step(step)
             check_number(keep_last, "keep_last", 1)
             self._tensors["model"], self._plain["model"], constants = _model_values(model)

@@ -728,3 +728,16 @@ def test_compiled_models_and_others_load_each_others_checkpoints_and_files(
                     for param in other.parameters():
                         param.zero_()
             assert len(other_optimizer.state) == len(optimizer.state)
+
+
+@on_ranks(2)
+def test_a_save_between_backwards_inside_no_sync_says_that_their_gradients_are_not_in_it(
+    tmp_path: Path, rank: int
+) -> None:
+    model = shard(seeded())
+    with model.no_sync():
+        model(batch(rank)).sum().backward()
+    with pytest.warns(UserWarning, match="between backwards inside no_sync: gradients of .* are not reduced yet"):
+        save_checkpoint(tmp_path, model)
+    model(batch(rank)).sum().backward()
+    save_checkpoint(tmp_path, model)
