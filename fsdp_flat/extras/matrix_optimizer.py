@@ -33,7 +33,7 @@ from fsdp_flat.comm import (
     true_on_any_rank,
 )
 from fsdp_flat.core import check_module
-from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, counted, some_of
 from fsdp_flat.extras.matrix_owners import (
     GradStatus,
     OwnedParam,
@@ -43,8 +43,10 @@ from fsdp_flat.extras.matrix_owners import (
     rounds_of,
 )
 from fsdp_flat.extras.names import whole_shape
-from fsdp_flat.runtime import check_callable
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime import check_callable, stepped_ids
 from fsdp_flat.state import ParamIndex
+from fsdp_flat.user_warnings import warn_user
 
 _ERROR_TEXTS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
@@ -127,7 +129,7 @@ class MatrixOptimizer(Optimizer):
     ) -> None:
         index = ParamIndex(model)
         self._model = model
-        self._max_nbytes = max_nbytes
+        self._max_nbytes, self._num_steps = max_nbytes, 0
         self._inner: Optimizer | None = None
         self._owned: list[OwnedParam] = []
         self._rounds: list[list[OwnedParam]] = []
@@ -296,7 +298,22 @@ class MatrixOptimizer(Optimizer):
             raise until_sent.error
         self._copy_options(self._inner)
         self._show_states(after_step=True)
+        self._num_steps += 1
+        if self._num_steps == 2:  # by now every optimizer of the program has stepped once
+            self._warn_of_left_out()
         return loss
+
+    def _warn_of_left_out(self) -> None:
+        """Warn if only matrices of the model are trained, though others get gradients too."""
+        stepped, params = stepped_ids(), dict(self._model.named_parameters())
+        trained = {name: param for name, param in params.items() if param.requires_grad and param.grad is not None}
+        left = [name for name, param in trained.items() if id(param) not in stepped]
+        if left and not any(len(whole_shape(params[name])) >= 2 for name in left):
+            warn_user(
+                f"{len(left)} of {counted(len(trained), 'parameters')} with gradients are in no optimizer that has "
+                f"stepped: {some_of(list(map(clean_fqn, left)), 4)}. matrix_params leaves out what is no matrix: give "
+                "the others to another optimizer (AdamW), or set requires_grad=False."
+            )
 
     def _check_step(self) -> set[OwnedParam]:
         """Return the parameters of which this rank has gradients; raise on every rank if one cannot step.

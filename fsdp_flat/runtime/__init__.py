@@ -24,7 +24,7 @@ from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
 from fsdp_flat.runtime.full_params import full_params, summon_full_params
 from fsdp_flat.runtime.offload_optimizer import offload_optimizer
 from fsdp_flat.runtime.optimizer_groups import Settings, differing_settings, group_settings, param_groups_of
-from fsdp_flat.runtime.optimizer_steps import unwrapped_from
+from fsdp_flat.runtime.optimizer_steps import stepped_ids, unwrapped_from
 from fsdp_flat.runtime.other_forwards import (
     ForwardHooks,
     UnshardHandle,

@@ -91,6 +91,11 @@ def watch_steps_on(group: ParamGroup) -> None:
     _steps().known.clear()
 
 
+def stepped_ids() -> set[int]:
+    """Return the ids of the parameters of all optimizers that have stepped."""
+    return {each for ids, _ in _steps().known.values() for each in ids}
+
+
 def note_unwrapped(params: Mapping[torch.Tensor, tuple[str, torch.Size]]) -> None:
     """Record parameters of a unit that was taken apart; tell guards again of every optimizer.
 

@@ -27,6 +27,8 @@ from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss
 from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
+# The matrices are trained alone.
+pytestmark = pytest.mark.filterwarnings("ignore:.*are in no optimizer that has stepped")
 Muon = getattr(torch.optim, "Muon", None)
 
 

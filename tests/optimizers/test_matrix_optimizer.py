@@ -29,6 +29,8 @@ from tests.support.kit import full_grads, square_loss, train_on
 from tests.support.models import Model, Tied
 from tests.support.wrapper_models import batch, seeded, shard, whole_state
 
+# Most tests train the matrices alone.
+pytestmark = pytest.mark.filterwarnings("ignore:.*are in no optimizer that has stepped")
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"]
 Muon = getattr(torch.optim, "Muon", None)
 needs_muon = pytest.mark.skipif(Muon is None, reason="torch has Muon from 2.9 on")
@@ -545,3 +547,23 @@ def test_tensor_parallel_parameters_are_refused_by_name() -> None:
     model = FSDP(module, device_mesh=mesh["dp"], use_orig_params=True)
     with pytest.raises(UnsupportedError, match=r"'up\.weight' of unit 'Pair' is split by tensor parallelism"):
         MatrixOptimizer(model, Adafactor)
+
+
+@on_ranks(2)
+def test_parameters_that_no_optimizer_steps_are_named_once(rank: int) -> None:
+    def steps(model: Any, *optimizers: Any) -> None:
+        for number in range(3):
+            square_loss(model, batch(rank, number)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+    model, _ = wrapped()
+    with pytest.warns(UserWarning, match=r"are in no optimizer that has stepped: .*matrix_params leaves out") as told:
+        steps(model, MatrixOptimizer(model, Halving))
+    assert len(told) == 1
+    model, _ = wrapped()
+    matrices = matrix_params(model)
+    others = [param for param in model.parameters() if param not in set(matrices)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steps(model, MatrixOptimizer(model, Halving), torch.optim.SGD(others, lr=0.1))
