@@ -30,6 +30,11 @@ _AVERAGED = ErrorTexts(
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
 
+_CLIPPED = ErrorTexts(
+    "comparing by which norms they clipped gradients",
+    "Ranks have clipped gradients by different norms before this backward, so their weights do not fit together.",
+    "Pass the same max_norm and norm_type on every rank, and go on from a checkpoint from before that step.",
+)
 
 # What has become of the gradients of ranks that differ, by whether it was found after they were set.
 _EFFECT = {
@@ -57,6 +62,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
 def raise_difference(
     issued: CollectiveLog,
     averaged: Sequence[str],
+    clipped: str,
     units: Sequence[Unit],
     groups: ShardingGroups,
     *,
@@ -64,11 +70,17 @@ def raise_difference(
 ) -> NoReturn:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
-    ``issued`` are the collectives of this rank, and ``averaged`` has one line for each parameter outside of
-    units whose gradient this rank is to average. It ``is_late`` if gradients are set already.
+    ``issued`` are the collectives of this rank, ``averaged`` has one line for each parameter outside of
+    units whose gradient this rank is to average, and ``clipped`` is the call that has clipped gradients last. It
+    ``is_late`` if gradients are set already.
     """
     lines_of_rank = partial(issued.lines, groups)
-    for lines, texts in ((lines_of_rank, _ORDER), (trained_lines(units, [groups]), TRAINED), (averaged, _AVERAGED)):
+    for lines, texts in (
+        (lines_of_rank, _ORDER),
+        (trained_lines(units, [groups]), TRAINED),
+        (averaged, _AVERAGED),
+        ([clipped], _CLIPPED),
+    ):
         texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
         agree(lines, None, groups.rank_groups, texts)
     raise AssertionError("digests of a backward differ between ranks, and nothing that they cover does")

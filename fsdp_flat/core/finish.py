@@ -35,6 +35,7 @@ class Answers:
         backward: the backward.
         unmanaged: parameters outside of units whose gradients are averaged, by name.
         averaged: what ranks have compared of them, a line for each.
+        clipped: the last call that has clipped gradients, which ranks have compared too.
         used: for each parameter group one byte per parameter: 1 if any rank has used it; without ``outcome``, this one.
         unreduced: parameter groups whose gradients all ranks have to reduce yet.
         outcome: what all ranks have said; None while this rank has not waited for them.
@@ -44,6 +45,7 @@ class Answers:
     backward: Backward
     unmanaged: Mapping[str, nn.Parameter]
     averaged: Sequence[str]
+    clipped: str
     used: Mapping[ParamGroup, bytes]
     unreduced: Collection[ParamGroup]
     outcome: Outcome | None = None
@@ -62,6 +64,7 @@ class EndOfBackward:
     Attributes:
         exchange: exchanges bytes between ranks.
         unread: what :meth:`read` has yet to read of the last backward's exchange on this rank, or None.
+        clipped: the last call that has clipped gradients over all ranks, with its norm; empty without one.
         shows_unreduced: the last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
     """
 
@@ -76,6 +79,7 @@ class EndOfBackward:
         self._param_groups = [param_group for unit in units for param_group in unit.param_groups]
         self.exchange = BackwardExchange(units, collective_log)
         self._collective_log = collective_log
+        self.clipped = ""
         self.forget()
 
     def forget(self) -> None:
@@ -147,10 +151,10 @@ class EndOfBackward:
         is_needed = bool(unreduced) or self._needs_other_ranks(backward, reduced, used)
         # A collective of gloo that ends while torch's profiler stops makes torch write to freed memory.
         waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later or profiler_is_on()
-        same, retains = "\n".join(averaged).encode(), backward.retains_graph
+        same, retains = "\n".join([*averaged, self.clipped]).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         reductions.finish()
-        answers = Answers(backward, unmanaged, averaged, used, unreduced)
+        answers = Answers(backward, unmanaged, averaged, self.clipped, used, unreduced)
         if waits:
             answers = self._wait_for(answers)
         else:

@@ -446,8 +446,8 @@ class Step:
         try:
             if outcome.differing is not None:
                 self.abort()
-                averaged, is_late = answers.averaged, answers.is_late
-                raise_difference(self.collective_log, averaged, self.units, outcome.differing, is_late=is_late)
+                lines, groups = (answers.averaged, answers.clipped), outcome.differing
+                raise_difference(self.collective_log, *lines, self.units, groups, is_late=answers.is_late)
         finally:
             self.collective_log.clear()
 

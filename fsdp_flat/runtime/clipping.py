@@ -102,8 +102,11 @@ def clip_grads(
     total = _joined(
         [_power_sum(groups, split, norm_type, device).to(dtype) for groups, split in by_groups.items()], norm_type
     )
+    is_shared = any(rank_group.size > 1 for rank_groups in by_groups for rank_group in rank_groups)
     for unit in units:
         unit.step.clipped_norm = total
+        if is_shared:  # else a rank may clip alone
+            unit.step.end.clipped = f"clip_grad_norm_ with max_norm={max_norm} and norm_type={norm_type}"
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "
@@ -119,7 +122,7 @@ def clip_grads(
             # This rank has no elements of any, so no gradients; their dtypes would be those of the parameters.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
-        if among is None and any(rank_group.size > 1 for rank_groups in by_groups for rank_group in rank_groups):
+        if among is None and is_shared:
             # If nothing is sharded, all ranks have the same gradients.
             warn_user(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import RankMismatchError, UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_grads, no_shard_allowed, square_loss
 from tests.support.wrapper_models import assert_same_grads, batch, mesh_options, message, seeded, shard, shard_by_peer
@@ -261,3 +261,23 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_of_every_rank(rank: int
     if rank == 1:
         model._flat_param.grad[0] = float("inf")
     assert model.clip_grad_norm_(1.0).isinf()
+
+
+@pytest.mark.parametrize("call", ["max_norm", "norm_type"])
+@on_ranks(2)
+def test_ranks_that_clip_by_another_norm_are_told_in_the_next_backward(call: str, rank: int) -> None:
+    model = shard(seeded())
+    values = {"max_norm": 1.0, "norm_type": 2.0}
+    square_loss(model, batch(rank)).backward()
+    model.clip_grad_norm_(**values)
+    square_loss(model, batch(rank)).backward()
+    model.clip_grad_norm_(**{**values, call: 2.0 + rank})
+
+    def next_step() -> None:
+        square_loss(model, batch(rank)).backward()
+        model(batch(rank))
+
+    with pytest.raises(
+        RankMismatchError, match=rf"rank 0 .*{call}=2.0.* rank 1 has .*{call}=3.0.*Pass the same max_norm"
+    ):
+        next_step()
