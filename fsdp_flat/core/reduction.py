@@ -5,6 +5,7 @@ A gradient is summed over the shard group, then over the replicate group; then i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ from fsdp_flat.core.options import ReductionPolicy
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.unit import Unit
 from fsdp_flat.core.visible_params import VisibleParam
+
+# Flat gradients whose reductions are in flight take at most this many times the memory of the largest one, by default.
+_MOST_OF_LARGEST = 1.5
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -215,6 +219,7 @@ class Reductions:
         self.streams = streams
         self.used: dict[ParamGroup, bytes] = {}
         self._in_flight: list[Reduction] = []
+        self._largest_nbytes = 0
 
     def note_used(self, param_group: ParamGroup) -> bool:
         """Mark parameters that have gradients as used in this backward; return whether there are any."""
@@ -238,9 +243,17 @@ class Reductions:
         for earlier in self._in_flight:
             if earlier.needs_all_reduce:
                 earlier.advance()
-        # Without streams, one reduction keeps the network busy and takes the least memory.
-        most = unit.policy.max_in_flight or (2 if self.streams.is_accelerator else 1)
-        while len(self._in_flight) >= most:
+        nbytes = param_group.layout.numel * param_group.grads.reduce_dtype.itemsize
+        self._largest_nbytes = max(self._largest_nbytes, nbytes)
+        # Without streams, one reduction keeps the network busy and takes the least memory. With streams, two keep
+        # compute from waiting, where they take little more than the largest one, which every step has to hold.
+        most, most_nbytes = unit.policy.max_in_flight, math.inf
+        if most is None:
+            most = 2 if self.streams.is_accelerator else 1
+            most_nbytes = _MOST_OF_LARGEST * self._largest_nbytes
+        while len(self._in_flight) >= most or (
+            most > 1 and nbytes + sum(each.nbytes for each in self._in_flight) > most_nbytes
+        ):
             self._in_flight.pop(0).finish()
         with unit.event("reduce_scatter"):
             reduction = Reduction(param_group, unit.policy, self.streams)
