@@ -75,14 +75,14 @@ class Collectives:
         """Begin to all-gather ``tensor`` (1-D), the result: a row of ``target``, or else the whole.
 
         The whole, of which numel is a multiple of the group size, contains this rank's slice. A row is copied, so ranks
-        get its values whatever a caller writes to it meanwhile.
+        get its values whatever a caller writes to it meanwhile; the result then is the memory that was copied from.
         """
         whole, place_all = self._stage(tensor, target)
 
         def finish() -> torch.Tensor:
             with unrecorded():
                 place_all()
-            return tensor
+            return tensor if target is None else whole
 
         return Pending(self._gather_into(whole), tensor, finish)
 

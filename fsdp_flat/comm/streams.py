@@ -8,6 +8,8 @@ All units of a tree share one object. It ensures this order, without ``record_st
   finished with the former content: :meth:`Streams.buffers_freed` notes the last use of freed memory, and the next
   all-gather waits for it. A unit frees its buffer after the next unit's all-gather has taken memory, so that this
   all-gather waits for no compute of the unit before.
+* an all-gather that is not in place begins on a stream of its own, in staging memory of that stream, which no compute
+  uses: it waits for no compute. The copies from there to the buffers run on the all-gather stream.
 * every all-gather waits for the optimizer: :meth:`Streams.optimizer_stepped` and :meth:`Streams.shards_written`.
 * compute waits for an all-gather before it uses the buffer.
 * reduce-scatters run on a separate stream, after the compute that produced the gradients. A buffer that a
@@ -56,6 +58,8 @@ class Streams:
     Attributes:
         all_gathers: context in which work runs on the all-gather stream, after the last use of every buffer freed so
             far and after the shards are written: it may take memory.
+        staged_all_gathers: context in which work runs on the staging stream, after the copies from staging memory that
+            is freed and after the shards are written: it may take memory that only :attr:`all_gathers` reads.
         ends_of_all_gathers: context in which work runs on the all-gather stream and takes no memory.
         reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
@@ -66,10 +70,14 @@ class Streams:
         self._new_stream = new_stream
         # Created on first use: most units use the streams of their tree, not the ones that they were built with.
         self._all_gather: Any = None
+        self._staging: Any = None
         self._reduce_scatter: Any = None
-        # Events that no all-gather has waited for yet: the last uses of freed buffers, and the last write of shards.
+        # Events that these two have not waited for yet: the last uses of freed memory, and the last write of shards.
         self._last_uses: list[Any] = []
         self._shards_ready: Any = None
+        self._staging_read: Any = None
+        self._held_staging: tuple[Any, object] | None = None
+        self._staging_shards_ready: Any = None
         self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
@@ -81,11 +89,13 @@ class Streams:
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited_s = 0.0
         self.all_gathers: AbstractContextManager[Any] = NOTHING
+        self.staged_all_gathers: AbstractContextManager[Any] = NOTHING
         self.ends_of_all_gathers: AbstractContextManager[Any] = NOTHING
         self.reduce_scatters: AbstractContextManager[Any] = NOTHING
         if self.is_accelerator:
             inside_all_gathers: list[Any] = []
             self.all_gathers = _StreamContext(self._enter_all_gathers, inside_all_gathers)
+            self.staged_all_gathers = _StreamContext(self._enter_staged_all_gathers, [])
             self.ends_of_all_gathers = _StreamContext(self._all_gather_stream, inside_all_gathers)
             self.reduce_scatters = _StreamContext(self._enter_reduce_scatters, [])
 
@@ -106,6 +116,15 @@ class Streams:
             stream.wait_event(self._shards_ready)
         self._shards_ready = None
         return stream
+
+    def _enter_staged_all_gathers(self) -> Any:
+        if self._staging is None:
+            self._staging = self._new_stream(self._device)
+        for event in (self._staging_read, self._staging_shards_ready):
+            if event is not None:
+                self._staging.wait_event(event)
+        self._staging_read = self._staging_shards_ready = None
+        return self._staging
 
     def _enter_reduce_scatters(self) -> Any:
         if self._reduce_scatter is None:
@@ -161,10 +180,23 @@ class Streams:
         if self.is_accelerator:
             self._last_uses.append(last_use or self._current().record_event())
 
+    def hold_staging(self, memory: object) -> None:
+        """Hold staging memory, which copies issued inside :attr:`all_gathers` so far read, until :meth:`free_staging`.
+
+        An all-gather that takes memory before that does not wait for these copies.
+        """
+        self.free_staging()
+        self._held_staging = self._all_gather.record_event(), memory
+
+    def free_staging(self) -> None:
+        """Free staging memory that is held."""
+        if self._held_staging is not None:
+            self._staging_read, self._held_staging = self._held_staging[0], None
+
     def shards_written(self) -> None:
         """Record that compute issued so far may have written shards, which later all-gathers read."""
         if self.is_accelerator:
-            self._shards_ready = self._current().record_event()
+            self._shards_ready = self._staging_shards_ready = self._current().record_event()
 
     def optimizer_stepped(self) -> None:
         """Record, at the begin of an iteration, that an optimizer may have written shards in compute issued so far."""
@@ -172,7 +204,7 @@ class Streams:
         if event is None:
             self.shards_written()
         else:
-            self._shards_ready = event
+            self._shards_ready = self._staging_shards_ready = event
 
     def set_post_optim_event(self, event: Any) -> None:
         """Have the next :meth:`optimizer_stepped` take ``event``, recorded after the optimizer, for the last write."""
@@ -216,8 +248,8 @@ class Streams:
         return HostSwap(self._device, self._new_stream, self._current)
 
     def shards_read(self) -> None:
-        """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
-        self._host_reads = self._all_gather.record_event()
+        """Record, where an all-gather begins, that copies issued so far read shards on the host."""
+        self._host_reads = self._current().record_event()
 
     def wait_for_host_copies(self) -> None:
         """Block the host until copies of :meth:`copy_to`, and from shards before :meth:`shards_read`, are complete."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Allocate
+from fsdp_flat.comm import Allocate, is_accelerator
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, GroupedTarget, PerParamTarget
 from fsdp_flat.core.group_spec import ParamGroupSpec
@@ -67,19 +67,25 @@ class AllGatherOutput(ABC):
         """Return the number of bytes of the unsharded parameters, also before the first all-gather."""
         return self.full_nbytes
 
+    def alloc(self, pool: MemoryPool) -> None:
+        """Allocate the memory (undefined content), unless it is there."""
+        for buffer in self._memory:
+            buffer.alloc(pool)
+
     @abstractmethod
     def send(self, pool: MemoryPool, memory: Allocate | None = None) -> tuple[torch.Tensor, GatherTarget | None]:
-        """Allocate the memory, and return the arguments of the all-gather.
+        """Return the arguments of the all-gather.
 
         In place: the buffer, by ``memory`` if given, which contains this rank's shard, and None. Else: this rank's row
-        (1-D), whose dtype may not be that of ``target`` yet, and ``target``.
+        (1-D), whose dtype may not be that of ``target`` yet, and ``target``. The memory is allocated, except on
+        accelerators for ``target``: there :meth:`alloc` does when the all-gather has ended.
         """
 
     def send_kept(self, rows: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, GatherTarget]:
-        """Allocate the memory, and return the arguments of an all-gather of ``rows`` that :meth:`keep` returned."""
+        """Return the arguments of an all-gather of ``rows`` that :meth:`keep` returned, as :meth:`send` does."""
         assert self.target is not None
-        for buffer in self._memory:
-            buffer.alloc(pool)
+        if not is_accelerator(rows.device):
+            self.alloc(pool)
         return rows, GroupedTarget(self.target, rows.numel() // self.target.row_numel)
 
     def keep(self, ranks: range) -> torch.Tensor:
@@ -137,12 +143,13 @@ class FlatOutput(AllGatherOutput):
             if entry.adapter is PLAIN:
                 self.plain.append(param)
                 self.storages[index] = param.untyped_storage()._cdata
-        self.target = layout.gather_target(flat)
+        self.target, self._is_on_accelerator = layout.gather_target(flat), is_accelerator(device)
         self._own_slice = flat[layout.shard(spec.rank).to_slice()]
 
     def send(self, pool: MemoryPool, memory: Allocate | None = None) -> tuple[torch.Tensor, GatherTarget | None]:
         buffer, shard = self._buffer.tensor, self._flat_param.data
-        self._buffer.alloc(pool, memory if self.target is None else None)
+        if self.target is None or not self._is_on_accelerator:
+            self._buffer.alloc(pool, memory if self.target is None else None)
         if shard.device != buffer.device:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             shard = shard.to(buffer.device, non_blocking=True)

@@ -31,7 +31,7 @@ class GatherTarget:
             The memory (1-D, in rank order); and a function to be called once, when all rows are there: it places
             them, and may free the memory.
         """
-        full = own.new_empty(num_ranks * own.numel())
+        full = own.new_empty(num_ranks * own.numel(), dtype=self.dtype)
         rows = full.view(num_ranks, -1)
         rows[rank].copy_(own)
         return full, partial(self.place, 0, rows)
@@ -41,7 +41,6 @@ class _Staging(NamedTuple):
     """Holds memory for the rows of all ranks, which is freed between all-gathers, and views of the memory."""
 
     full: torch.Tensor
-    rows: torch.Tensor
     storage: torch.UntypedStorage
     nbytes: int
     own: torch.Tensor
@@ -72,7 +71,7 @@ class PerParamTarget(GatherTarget):
         self._shapes = {index: chunks[index].shape[1:] for index, dim in enumerate(dims) if dim != 0}
         self._ranked = [each if index in self._shapes else each.flatten(1) for index, each in enumerate(chunks)]
         on_accelerator = is_accelerator(chunks[0].device) if on_accelerator is None else on_accelerator
-        self.is_fused = on_accelerator and not self._shapes
+        self._is_on_accelerator, self.is_fused = on_accelerator, on_accelerator and not self._shapes
         # On accelerators one kernel converts and copies; the CPU copies while other ranks read what is converted.
         self.dtype = chunks[0].dtype if on_accelerator else None
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -110,13 +109,14 @@ class PerParamTarget(GatherTarget):
         ]
 
     def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, Callable[[], None]]:
+        if self._is_on_accelerator:
+            return super().stage(own, rank, num_ranks)  # the caller holds the memory beyond the copies
         staging = self._staging
         # If memory was not freed, its all-gather failed and may still write to it.
         if staging is None or staging.storage.nbytes():
-            full = own.new_empty(num_ranks * own.numel(), dtype=self.dtype)
+            full = own.new_empty(num_ranks * own.numel())
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
-            sources = [] if self.is_fused else self._split(rows)
-            staging = self._staging = _Staging(full, rows, storage, storage.nbytes(), rows[rank], sources)
+            staging = self._staging = _Staging(full, storage, storage.nbytes(), rows[rank], self._split(rows))
         else:
             staging.storage.resize_(staging.nbytes)
         staging.own.copy_(own)
@@ -128,10 +128,7 @@ class PerParamTarget(GatherTarget):
 
     def _place_staged(self) -> None:
         assert self._staging is not None
-        if self.is_fused:
-            torch.split_with_sizes_copy(self._staging.rows, self.sizes, 1, out=self._ranked)
-        else:
-            torch._foreach_copy_(self._ranked, self._staging.sources)
+        torch._foreach_copy_(self._ranked, self._staging.sources)
         self._staging.storage.resize_(0)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm import Allocate, ErrorTexts, agree, unrecorded
+from fsdp_flat.comm import Allocate, ErrorTexts, agree, is_accelerator, unrecorded
 from fsdp_flat.core.all_gather_output import AllGatherOutput
 from fsdp_flat.core.buffers import FlatBuffer, MemoryPool
 from fsdp_flat.core.gather_targets import GatherTarget, PerParamTarget
@@ -349,10 +349,12 @@ class TensorOutput(AllGatherOutput):
             # ``.data`` has a version counter of its own, so writes leave that of tensors made of the outputs as it is.
             places = [each.data.view(torch.uint8).view(world_size, each.nbytes // world_size) for each in self.tensors]
             self.target = PerParamTarget(places, [0] * len(places))
+            for buffer in self._memory:
+                pool.empty(buffer.tensor.untyped_storage())  # to be allocated where the later ones are
         else:
             inputs = self._inputs()
-            for buffer in self._memory:
-                buffer.alloc(pool)
+        if world_size == 1 or not is_accelerator(device):
+            self.alloc(pool)
         row = torch.empty(self.target.row_numel, dtype=torch.uint8, device=device)
         torch._foreach_copy_(list(row.split([each.numel() for each in inputs])), inputs)
         if world_size == 1:

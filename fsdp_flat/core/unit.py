@@ -83,6 +83,10 @@ class Unit:
         self.needs_all_gather = any(param_group.comm.state_collectives is not None for param_group in self.param_groups)
         # Groups of one mesh are all-gathered together.
         self._gathered_together = [param_groups for _, param_groups in self.by_mesh() if param_groups]
+        # Until their end, its all-gathers take no memory but staging.
+        self._is_staged = self.options.per_param is not None and not any(
+            param_group.layout.gathers_in_place for param_group in self.param_groups
+        )
         self.state = _SHARDED
         self.gathered_version = WeightsVersion(False, -1, -1, -1)
         self.full_precision = False
@@ -223,13 +227,16 @@ class Unit:
             return
         step = self.step
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
-        with self.event("unshard"), unrecorded(), untransformed(), step.streams.all_gathers:
+        begins = step.streams.staged_all_gathers if self._is_staged else step.streams.all_gathers
+        with self.event("unshard"), unrecorded(), untransformed(), begins:
             # The all-gather sends the values of now, whatever changes before it is complete.
             self.adopt_assigned()
             self.gathered_version = self.weights_version()
             for param_groups in self._gathered_together:
                 begin_all_gathers(param_groups, step.trace, self._pending_all_gathers)
             self._move(MemoryEvent.GATHER)
+            if self._is_staged and step.streams.is_accelerator:
+                step.streams.free_staging()
             if self.options.offload_params and step.streams.is_accelerator:
                 step.streams.shards_read()
 
@@ -266,8 +273,15 @@ class Unit:
             takes_memory |= param_group.comm.choice.all_gather is not None
         with self.event("wait_for_unshard"), untransformed():
             with streams.all_gathers if takes_memory else streams.ends_of_all_gathers:
+                if takes_memory and streams.is_accelerator:
+                    for param_group in self.param_groups:
+                        param_group.output.alloc(param_group.pool)
                 for pending in self._pending_all_gathers:
                     pending.wait()
+                if self._is_staged and streams.is_accelerator:
+                    streams.hold_staging(self._pending_all_gathers)
+                    if self.phase is not Phase.FORWARD:  # in a forward, until the next unit's has begun
+                        streams.free_staging()
             self._pending_all_gathers = []
             streams.wait_for_all_gathers()
             for param_group in self.param_groups:
@@ -387,6 +401,7 @@ class Unit:
                 with unrecorded():
                     param_group.kept_shards = param_group.output.keep(param_group.comm.smaller_group.ranks)
                 event, last_use = MemoryEvent.SHARD_POST_FORWARD, None
+                self.step.streams.shards_written()
         self._move(event)
         self._free_buffers(last_use)
 
