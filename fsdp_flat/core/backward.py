@@ -188,6 +188,7 @@ class Backward:
     Attributes:
         keeps_graph: the backward records a graph (``create_graph=True``).
         keeps_iterations: a later backward may go through the same iterations; the same on every rank.
+        has_resharded: a unit has been resharded.
         callback: returns the function that autograd, which alone holds it, calls at the end; None once it is dropped.
     """
 
@@ -196,6 +197,7 @@ class Backward:
         # Whether autograd keeps the graph for another backward; ranks may differ.
         self.retains_graph = graph_task_id() != -1 and keeps_graph()
         self.callback: Callable[[], object] | None = None
+        self.has_resharded = False
         self._unshard = unshard
         self._post_backward = post_backward
         self.iterations: set[Iteration] = set()
@@ -267,16 +269,27 @@ class Backward:
                     self._unshard(event.unit, event.weights)
             elif self._post_backward_at.get(event.unit) == event.position:
                 self._post_backward(event.unit)
+                self.has_resharded = True
 
     def _needs_unshard(self, event: Event) -> bool:
         if event.weights is None:
             return False
         return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._with_grad)
 
-    def next_all_gather(self, after: Unit) -> Unit | None:
-        """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
+    def next_all_gathers(self, after: Unit, num: int) -> list[Unit]:
+        """Return the units other than ``after`` whose all-gathers are next: of ``num`` backwards that follow.
+
+        Where units are inside units, the backward of a unit begins with that of the last unit inside it: both count as
+        one.
+        """
+        found, num_before = list[Unit](), 0
         for event in reversed(self._events):
             unit = event.unit
-            if unit is not after and unit.needs_all_gather and self._needs_unshard(event):
-                return unit
-        return None
+            if event.is_begin:
+                if len(found) > num_before:
+                    num, num_before = num - 1, len(found)
+                    if num == 0:
+                        break
+            elif unit is not after and unit.needs_all_gather and self._needs_unshard(event):
+                found.append(unit)
+        return found

@@ -41,7 +41,8 @@ class Order:
         pending: the iterations that a backward may go through.
         last_order: by the unit that began a forward, the units that ran in the last such forward, in order.
         prefetched: units whose all-gathers began early, and that have yet to run.
-        retained: the last unit that ran forward, while its buffers stay.
+        retained: the last unit that ran forward, after those that ran last inside it, while their buffers stay; with the
+            position of the forward's end, and the event after the buffers' last use.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
         kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
     """
@@ -60,8 +61,7 @@ class Order:
         """Forget the forward under way."""
         self.iteration: Iteration | None = None
         self.prefetched: dict[Unit, None] = {}
-        self.retained: Unit | None = None
-        self._last_use: Any = None  # event after that of the retained buffers
+        self.retained: dict[Unit, tuple[int, Any]] = {}
         self.unfinished_forwards: dict[Unit, tuple[Any, set[nn.Module]]] = {}
 
     def forget(self) -> None:
@@ -110,12 +110,12 @@ class Order:
 
     def end_iteration(self, replicated: Sequence[Unit]) -> None:
         """End the outermost forward; free what no backward needs, of its units and of ``replicated`` ones."""
-        iteration, root, retained = self.iteration, self._root, self.retained
+        iteration, root = self.iteration, self._root
         assert iteration is not None
         assert root is not None
         expected, is_open_ended = iteration.expects_backward, iteration.is_open_ended
         self.last_order[iteration.order[0]] = iteration.order
-        kept = [root] if retained is None else [retained, root]
+        kept = [*self.retained, root]
         ran = dict.fromkeys(() if expected else (*replicated, *iteration.order))
         if not expected:
             self.pending.remove([iteration])
@@ -124,9 +124,8 @@ class Order:
                 unit, iteration, expects_backward=expected, is_open_ended=is_open_ended, is_over=True
             )
             if after is AfterForward.RESHARD:
-                if unit is retained:
-                    self.free_retained(last_use_is_known=True)
-                unit.free_retained()
+                _, last_use = self.retained.pop(unit, (0, None))
+                unit.free_retained(last_use)
                 if unit in ran:  # others, the root perhaps, may be unsharded for the backward of an earlier forward
                     unit.reshard()
         self.iteration = None
@@ -177,28 +176,31 @@ class Order:
             return AfterForward.RETAIN
         return AfterForward.RESHARD
 
-    def retain(self, unit: Unit, last_use: Any) -> None:
-        """Note the unit that has run, whose buffers stay, and the event after their last use; free those before."""
-        if unit is not self._root:
-            if self.retained not in (None, unit):
-                self.free_retained(last_use_is_known=True)
-            self.retained, self._last_use = unit, last_use
+    def retain(self, record: ForwardRecord, last_use: Any) -> None:
+        """Note a unit that has run, whose buffers stay, and the event after their last use.
+
+        Units that ran inside it stay too, since a backward begins with them. Those that ran before are freed.
+        """
+        if record.unit is not self._root:
+            self.retained.pop(record.unit, None)
+            for unit, (end, its_last_use) in tuple(self.retained.items()):
+                if end < record.begin:
+                    del self.retained[unit]
+                    unit.free_retained(its_last_use)
+            self.retained[record.unit] = record.end, last_use
 
     def free_retained(self, *, before: Unit | None = None, last_use_is_known: bool = False) -> None:
-        """Free the buffers of the last unit that ran, which its forward has kept for the backward.
+        """Free the buffers of the last units that ran, which their forwards have kept for the backward.
 
-        ``before`` is the unit whose backward is next; nothing is freed if it needs no memory. Its own buffers stay.
+        ``before`` is the unit whose backward is next: nothing is freed if it is one of them, or needs no memory.
         ``last_use_is_known`` unless a backward may have computed with the buffers.
         """
-        if (
-            before is not None
-            and before is not self.retained
-            and (not before.needs_all_gather or before.state in _IN_USE or before is self._root)
-        ):
+        if before is not None and self.retained.pop(before, None) is not None:
             return
-        unit, self.retained = self.retained, None
-        last_use, self._last_use = self._last_use, None
-        if unit is not None and unit is not before:
+        if before is not None and (not before.needs_all_gather or before.state in _IN_USE or before is self._root):
+            return
+        retained, self.retained = self.retained, {}
+        for unit, (_, last_use) in retained.items():
             unit.free_retained(last_use if last_use_is_known else None)
 
     def leaves_units_out(self) -> bool:
@@ -277,7 +279,11 @@ class Order:
             for module in given if mode is BackwardPrefetch.BACKWARD_PRE else ():
                 self._begin_early(unit_of(module), "backward_prefetch")
         elif unit.needs_all_gather and unit.options.backward_prefetch is mode and not self.prefetched:
-            self._begin_early(backward.next_all_gather(unit), "backward_prefetch")
+            # Before the first reshard of a backward no buffer is being freed, and there is memory for one more unit.
+            is_first = self._on_accelerator and mode is BackwardPrefetch.BACKWARD_PRE and unit is not self._root
+            num = 2 if is_first and not backward.has_resharded else 1
+            for following in backward.next_all_gathers(unit, num):
+                self._begin_early(following, "backward_prefetch")
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
         # A unit of another tree, or of two, follows the order of that.

@@ -107,6 +107,8 @@ class Step:
         self.has_unfinalized_gradients = False
         self.backward: Backward | None = None
         self._buffers_full: bool | None = None
+        # Units with others inside, where streams overlap all-gathers with compute.
+        self._outer: frozenset[Unit] = frozenset()
 
     def build(self, root_module: nn.Module) -> Step:
         """Take over all units at and below ``root_module``, the module of the step's own unit, at its first use."""
@@ -126,6 +128,8 @@ class Step:
         if self.root.averages_ignored is None and len(settings) == 1:
             # A new root around earlier roots takes over the setting that callers gave these.
             self.root.averages_ignored = settings.pop()
+        if self.streams.is_accelerator:
+            self._outer = frozenset(unit for unit in units if len(units_of(unit.module)) > 1)
         # Units that are not sharded: every rank has their parameters in full.
         self._replicated = [unit for unit in self.units if unit.param_groups and not unit.needs_all_gather]
         self.end = EndOfBackward(units, self.root_module, self.reductions, self.collective_log)
@@ -207,7 +211,7 @@ class Step:
         """Unshard a unit for its forward, free the unit before, and begin the all-gather of the next one.
 
         In this order the all-gather of a unit does not wait for the compute of the unit before: that is freed once the
-        all-gather has taken memory.
+        all-gather has taken memory. On accelerators, that of the first unit inside has then to take memory too.
         """
         unit = record.unit
         if unit.phase is Phase.SUMMONED:
@@ -229,7 +233,7 @@ class Step:
             self.at_units.pop()()
         self.order.prefetched.pop(unit, None)
         if record.iteration is not None:
-            if unit.param_groups and self.order.retained not in (None, unit):
+            if self.order.retained and unit.param_groups and unit not in self._outer:
                 self.order.free_retained(last_use_is_known=self.backward is None)
             self.order.prefetch_forward(unit)
 
@@ -248,7 +252,7 @@ class Step:
             unit.reshard()
         elif after is AfterForward.RETAIN:
             unit.retain(MemoryEvent.RETAIN_POST_FORWARD)
-            order.retain(unit, self.streams.last_use())
+            order.retain(record, self.streams.last_use())
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
@@ -257,6 +261,8 @@ class Step:
         while self.at_units:
             self.at_units.pop()()
         self.order.end_iteration(self._replicated)
+        if self.streams.is_accelerator:
+            self.streams.free_staging()
         Progress.place = Progress.place._replace(phase=BETWEEN)
         if not iteration.expects_backward:
             # No backward follows to wait for copies of shards, and the caller may write to shards next.
@@ -342,7 +348,7 @@ class Step:
             Progress.place = Progress.place._replace(phase=BACKWARD)
         if record.iteration is not None:
             backward.reach(record)
-        if self.order.retained is not None:
+        if self.order.retained:
             self.order.free_retained(before=unit)
         with unit.event("pre_backward"):
             unit.pre_backward(record.weights)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 
 from fsdp_flat.composable import trace
@@ -28,10 +29,11 @@ _ENDS = ("post_forward", "post_backward")
 
 @dataclass(slots=True)
 class _Gathering:
-    """Describes an operation of the all-gather of ``unit``: issued behind ``clock``, while run ``run`` was the last."""
+    """Describes operation ``stamp`` of the all-gather of ``unit``: behind ``clock``, while run ``run`` was the last."""
 
     unit: str
     op: str
+    stamp: Stamp
     clock: Clock
     run: int
 
@@ -133,8 +135,9 @@ def watched(run: Rehearsal, model: nn.Module) -> Iterator[Overlap]:
                     overlap.computed = _Computed(stack[-1].unit, (queue.id, queue.clock[queue.id]))
             elif gathering and queue not in (run.machine.compute, run.machine.host):
                 last = max(0, len(overlap.runs) - 1)
-                overlap.gatherings.append(_Gathering(gathering[-1], op, dict(queue.clock), last))
-            where = "backward" if overlap.runs and overlap.runs[-1].in_backward else "forward"
+                stamp = queue.id, queue.clock[queue.id]
+                overlap.gatherings.append(_Gathering(gathering[-1], op, stamp, dict(queue.clock), last))
+            where = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
             overlap.most_alive[where] = max(overlap.most_alive[where], seam.num_unsharded(units[1:]))
 
         run.recorder.note = note  # type: ignore[method-assign]

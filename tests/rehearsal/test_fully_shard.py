@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -44,16 +44,22 @@ class LocalUpdates(torch.optim.Optimizer):
 train = functools.partial(train_with, optimizer=LocalUpdates)
 
 
-def sharded(run: Rehearsal, build: Callable[[], Any] = Stack, **kwargs: Any) -> Any:
-    """Shard a model on the accelerator; discard findings during construction."""
+def sharded(
+    run: Rehearsal,
+    build: Callable[[], Any] = Stack,
+    *,
+    units: Callable[[Any], Iterable[nn.Module]] = lambda model: model.blocks,
+    **kwargs: Any,
+) -> Any:
+    """Shard a model on the accelerator, and its ``units``; discard findings during construction."""
     run.checker.is_on = False
     with DEVICE:
         model = build()
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
     module = fsdp_flat.composable.fully_sharding
     with mock.patch.object(module, "current_accelerator", return_value=DEVICE):
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, **kwargs)
+        for unit in units(model):
+            fully_shard(unit, mesh=mesh, **kwargs)
         fully_shard(model, mesh=mesh, **kwargs)
     run.models.append(model)
     run.recorder.name_storages()
