@@ -35,6 +35,8 @@ from torch.autograd.profiler import record_function
 from fsdp_flat.comm.torch_comm import profiler_is_on, transforms_are_active, unseen_by_transforms
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
+# Priority of streams: their small kernels, which collectives wait for, run before the compute that is queued.
+_FIRST = -1
 _BLOCK_NBYTES = 1 << 26
 # In a block each tensor begins at a multiple of this.
 _ALIGNMENT = 64
@@ -64,7 +66,7 @@ class Streams:
         reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
 
-    def __init__(self, device: torch.device, *, new_stream: Callable[[torch.device], Any] = torch.Stream) -> None:
+    def __init__(self, device: torch.device, *, new_stream: Callable[..., Any] = torch.Stream) -> None:
         self.is_accelerator = is_accelerator(device)
         self._device = device
         self._new_stream = new_stream
@@ -104,7 +106,7 @@ class Streams:
 
     def _all_gather_stream(self) -> Any:
         if self._all_gather is None:
-            self._all_gather = self._new_stream(self._device)
+            self._all_gather = self._new_stream(self._device, priority=_FIRST)
         return self._all_gather
 
     def _enter_all_gathers(self) -> Any:
@@ -119,7 +121,7 @@ class Streams:
 
     def _enter_staged_all_gathers(self) -> Any:
         if self._staging is None:
-            self._staging = self._new_stream(self._device)
+            self._staging = self._new_stream(self._device, priority=_FIRST)
         for event in (self._staging_read, self._staging_shards_ready):
             if event is not None:
                 self._staging.wait_event(event)
@@ -128,7 +130,7 @@ class Streams:
 
     def _enter_reduce_scatters(self) -> Any:
         if self._reduce_scatter is None:
-            self._reduce_scatter = self._new_stream(self._device)
+            self._reduce_scatter = self._new_stream(self._device, priority=_FIRST)
         self._reduce_scatter.wait_stream(self._current())
         return self._reduce_scatter
 

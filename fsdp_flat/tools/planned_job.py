@@ -94,7 +94,7 @@ class Machine:
         """The time of compute since the step began."""
         return self.compute.time - self._began_at
 
-    def new_stream(self, _device: torch.device) -> PlannedStream:
+    def new_stream(self, _device: torch.device, *, priority: int = 0) -> PlannedStream:
         """Create another stream."""
         self._streams.append(PlannedStream(self))
         return self._streams[-1]

@@ -140,7 +140,7 @@ def test_an_accelerator_measures_the_waits_of_compute_and_keeps_few_events() -> 
         mock.patch.object(torch.accelerator, "current_stream", return_value=clock),
         mock.patch("fsdp_flat.comm.streams._MOST_WAITS", 8),
     ):
-        streams = Streams(torch.device("meta"), new_stream=lambda _: clock)
+        streams = Streams(torch.device("meta"), new_stream=lambda *_, **__: clock)
         with streams.ends_of_all_gathers:
             pass
         streams.wait_for_all_gathers()

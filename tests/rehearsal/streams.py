@@ -83,6 +83,8 @@ class RecordingEvent:
 class RecordingStream(Queue):
     """Stands for a ``torch.Stream``."""
 
+    priority = 0
+
     def __init__(self, machine: Machine, name: str, device: Any = None) -> None:
         super().__init__(name)
         self._machine = machine
@@ -144,9 +146,10 @@ class Machine:
         self.on_host_wait: Callable[[str, str], None] = lambda kind, op: None
         self._of_groups: dict[Any, RecordingStream] = {}
 
-    def new_stream(self, device: Any = None, *, name: str = "") -> RecordingStream:
+    def new_stream(self, device: Any = None, *, name: str = "", priority: int = 0) -> RecordingStream:
         """Make a side stream."""
         stream = RecordingStream(self, name or f"side {len(self.streams)}", device or self.device)
+        stream.priority = priority
         self.streams.append(stream)
         return stream
 
