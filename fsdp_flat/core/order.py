@@ -41,8 +41,8 @@ class Order:
         pending: the iterations that a backward may go through.
         last_order: by the unit that began a forward, the units that ran in the last such forward, in order.
         prefetched: units whose all-gathers began early, and that have yet to run.
-        retained: the last unit that ran forward, after those that ran last inside it, while their buffers stay; with the
-            position of the forward's end, and the event after the buffers' last use.
+        retained: the last unit that ran forward, after those that ran last inside it, while their buffers stay; with
+            the position of the forward's end, and the event after the buffers' last use.
         unfinished_forwards: for units of several modules: the forward under way, and the modules that have yet to run.
         kept_for_backward: the units that the memory budget keeps unsharded from forward to backward.
     """
