@@ -208,12 +208,12 @@ class CollectiveOverrides:
 
     @property
     def gather_buffers(self) -> Allocate | None:
-        """What allocates unsharded buffers that an all-gather of the backend fills in place; a caller's copies."""
+        """Allocator of unsharded buffers, if the backend's all-gather fills them in place; a caller's copies."""
         return self.gather_memory if self.all_gather is None and torch_comm.MOVES_MEMORY else None
 
     @property
     def reduce_buffers(self) -> Allocate | None:
-        """What allocates flat gradients that a reduce-scatter of the backend reads in place; a caller's copies."""
+        """Allocator of flat gradients, if the backend's reduce-scatter reads them in place; a caller's copies them."""
         return self.reduce_memory if self.reduce_scatter is None and torch_comm.MOVES_MEMORY else None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -108,7 +109,10 @@ def test_staged_shards_are_the_parameters_and_their_memory_is_freed(
         place()
         for view, param in zip(layout.views(buffer), params, strict=True):
             assert torch.equal(view, param)
-        assert full.untyped_storage().nbytes() == 0
+        held = weakref.ref(full)
+        if on_accelerator:  # streams may still read it, so it is its caller's
+            del full, place
+        assert held() is None or not held().untyped_storage().nbytes()  # type: ignore[union-attr]
 
 
 @given(layouts)
