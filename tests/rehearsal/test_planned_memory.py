@@ -146,6 +146,27 @@ def test_planned_bytes_are_those_of_an_accelerator(front: str, strategy: Shardin
     assert [moment.nbytes.total for moment in planned.phases[:2]] == pytest.approx(peaks, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("front", ["flat parameters", "original parameters", "fully_shard"])
+def test_a_backward_holds_two_units_the_gradients_of_one_and_one_flat_gradient(front: str) -> None:
+    build = partial(Stack, 8, WIDTH)
+    kind = MixedPrecisionPolicy if front == "fully_shard" else MixedPrecision
+    low = kind(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with rehearsal() as run:
+        if front == "fully_shard":
+            model = sharded(run, build, mp_policy=low)
+            optimizer: torch.optim.Optimizer = LocalUpdates(model.parameters())
+        else:
+            with DEVICE:
+                module = build()
+            model = run.wrap(module, mixed_precision=low, use_orig_params=front == "original parameters")
+            optimizer = sgd(model.parameters())
+        run.checker.is_on = False
+        _, peak = counted(model, optimizer, num_rows=1)
+    numel = sum(param.numel() for param in Block(WIDTH).parameters())
+    shards_and_gradients = 2 * 4 * 8 * numel / NUM_RANKS
+    assert peak == pytest.approx(shards_and_gradients + (2 * 2 + 2 + 4) * numel, rel=0.06)
+
+
 @pytest.mark.parametrize("activations", [False, True], ids=["activations stay", "activations leave"])
 @pytest.mark.parametrize("states", [False, True], ids=["states stay", "states leave"])
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat parameters", "original parameters"])
