@@ -28,7 +28,7 @@ from fsdp_flat.core.unit import Unit
 from fsdp_flat.core.visible_params import VisibleParam
 
 # Flat gradients whose reductions are in flight take at most this many times the memory of the largest one, by default.
-_MOST_OF_LARGEST = 1.5
+_MOST_OF_LARGEST = 1.75
 
 
 def predivide_factor(num_ranks: int) -> float:
