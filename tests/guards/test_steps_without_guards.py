@@ -150,7 +150,8 @@ def test_a_model_whose_loss_is_of_stored_tensors_too_is_planned(api: Any) -> Non
     arguments: Any = {"auto_wrap_policy": policy, "use_orig_params": True, "batch": torch.ones(2, 5), "api": api}
     without = fsdp_flat.plan(TwoStored(), 2, loss=lambda model, x: model(x).sum(), **arguments)
     found = fsdp_flat.plan(TwoStored(), 2, loss=with_penalties, **arguments)
-    assert found.peak_nbytes >= without.peak_nbytes > 0
+    assert found.peak_nbytes > 0
+    assert found.flops > without.flops > 0
 
 
 class ReturnsWeight(nn.Module):
