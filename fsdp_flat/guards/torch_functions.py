@@ -375,21 +375,23 @@ def backward(*args: Any, **kwargs: Any) -> None:
         in_graph = _unsharded_params_of(listed)
         given.arguments["inputs"] = [each for tensor in listed for each in in_graph.get(tensor, [tensor])] or inputs
         args, kwargs = given.args, given.kwargs
+    # An earlier backward may have raised, of another model that has not run since.
+    before = {unit.step.backward for unit in units_in_backward()}
     try:
         _torch_backward(*args, **kwargs)
-    except (AttributeError, TypeError) as error:
-        _explain_none(error)
-        raise
-    except RuntimeError as error:
-        for step in {unit.step for unit in units_in_backward()}:
-            for guard in EVENTS.step_raised:
-                guard(step, error)
+    except (AttributeError, TypeError, RuntimeError) as error:
+        units = [unit for unit in units_in_backward() if unit.step.backward not in before]
+        if not isinstance(error, RuntimeError):
+            _explain_none(error, units)
+        else:
+            for step in {unit.step for unit in units}:
+                for guard in EVENTS.step_raised:
+                    guard(step, error)
         raise
 
 
-def _explain_none(error: Exception) -> None:
+def _explain_none(error: Exception, found: list[Unit]) -> None:
     """Add to an error about None, raised in a backward, which units were in it and where their gradients are."""
-    found = units_in_backward()
     # The outermost one is in backward all the time.
     units = sorted({unit.name for unit in [unit for unit in found if unit is not unit.step.root] or found})
     if units and "NoneType" in str(error) and _WHERE_GRADS_ARE not in str(error):

@@ -26,15 +26,16 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have 
 
 
 class Fails(torch.autograd.Function):
-    """Passes through, and finds no memory on the way back."""
+    """Passes through, and raises an error on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("in backward")
+        raise ctx.error
 
 
 def fail_forward(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -42,7 +43,7 @@ def fail_forward(_module: nn.Module, _args: Any, _output: Any) -> None:
 
 
 def fail_backward(_module: nn.Module, _args: Any, output: torch.Tensor) -> Any:
-    return Fails.apply(output)
+    return Fails.apply(output, torch.OutOfMemoryError("in backward"))
 
 
 @FRONTS
@@ -72,6 +73,25 @@ def test_the_note_has_what_each_unit_holds_when_memory_is_missing(
         assert remedy in note
     handle.remove()
     beside.train()  # the numbers are those of a replica
+
+
+class Earlier(Stack):
+    """A model with a name of its own."""
+
+
+@FRONTS
+@on_ranks(2)
+def test_the_note_is_of_the_model_in_whose_backward_memory_is_missing(front: str, rank: int) -> None:
+    earlier, beside = Beside(Earlier(), front), Beside(Stack(), front)
+    for each, error in ((earlier, ValueError("another error")), (beside, torch.OutOfMemoryError("in backward"))):
+        names = dict(each.ours.named_modules())
+        inner = next(names[name] for name in names if "blocks.1" in name and name.endswith("up"))
+        inner.register_forward_hook(lambda _module, _args, output, error=error: Fails.apply(output, error))
+        with pytest.raises(type(error)) as raised:
+            square_loss(each.ours, each.batch()).backward()
+    (note,) = raised.value.__notes__
+    assert "blocks.1: shard " in note
+    assert "Earlier: shard " not in note, "its backward raised too, and did not run now"
 
 
 @on_ranks(2)
