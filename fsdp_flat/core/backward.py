@@ -42,15 +42,15 @@ class Event(NamedTuple):
 
     Attributes:
         position: increases by one with each event of a tree.
-        in_grad: gradients were enabled, so a backward may reach this forward and not only its recomputation.
+        is_reached: a backward may reach the forward, or recompute it (in a re-entrant checkpoint).
         weights: for an end that a backward may reach, the weights that the forward ran with; else None.
     """
 
     position: int
     unit: Unit
     is_begin: bool
-    in_grad: bool
-    weights: WeightsVersion | None = None
+    is_reached: bool
+    weights: WeightsVersion | None
 
 
 class Iteration:
@@ -172,10 +172,10 @@ class ForwardRecord:
 
     @property
     def ran_without_gradients(self) -> bool:
-        """True if units ran below this outermost forward, all with gradients disabled."""
+        """True if units ran below this outermost forward, and no backward may reach any of them."""
         assert self.iteration is not None
         nested = [event for event in self.iteration.events if event.unit is not self.unit]
-        return bool(nested) and not any(event.in_grad for event in nested)
+        return bool(nested) and not any(event.is_reached for event in nested)
 
 
 class Backward:
@@ -204,7 +204,6 @@ class Backward:
         # Events not passed yet, the next one last; and the position of each unit's post-backward.
         self._events: list[Event] = []
         self._post_backward_at: dict[Unit, int] = {}
-        self._with_grad: set[Unit] = set()
 
     @property
     def is_lost(self) -> bool:
@@ -223,14 +222,9 @@ class Backward:
         self._events.extend([event for iteration in new for event in iteration.events])
         if len(self.iterations) > 1:
             self._events.sort(key=lambda event: event.position)
-        positions: dict[Unit, int] = {}
-        # Forwards without gradients count only for units that have no forward with gradients (re-entrant checkpoints).
-        self._with_grad.update([event.unit for event in self._events if event.in_grad])
-        for in_grad in (True, False):
-            for event in self._events:
-                if event.is_begin and event.in_grad is in_grad and (in_grad or event.unit not in self._with_grad):
-                    positions.setdefault(event.unit, event.position)
-        self._post_backward_at = positions
+        self._post_backward_at = {
+            event.unit: event.position for event in reversed(self._events) if event.is_begin and event.is_reached
+        }
 
     def reach(self, record: ForwardRecord) -> None:
         """Pass all events down to the end of the forward of ``record``, whose output gradients exist."""
@@ -264,17 +258,11 @@ class Backward:
         while events and events[-1].position > position:
             event = events.pop()
             if not event.is_begin:
-                if self._needs_unshard(event):
-                    assert event.weights is not None
+                if event.weights is not None and event.unit.control.unshard_in_backward:
                     self._unshard(event.unit, event.weights)
             elif self._post_backward_at.get(event.unit) == event.position:
                 self._post_backward(event.unit)
                 self.has_resharded = True
-
-    def _needs_unshard(self, event: Event) -> bool:
-        if event.weights is None:
-            return False
-        return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._with_grad)
 
     def next_all_gathers(self, after: Unit, num: int) -> list[Unit]:
         """Return the units other than ``after`` whose all-gathers are next: of ``num`` backwards that follow.
@@ -290,6 +278,7 @@ class Backward:
                     num, num_before = num - 1, len(found)
                     if num == 0:
                         break
-            elif unit is not after and unit.needs_all_gather and self._needs_unshard(event):
-                found.append(unit)
+            elif event.weights is not None and unit is not after:
+                if unit.needs_all_gather and unit.control.unshard_in_backward:
+                    found.append(unit)
         return found

@@ -17,8 +17,9 @@ from torch import nn
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.events import LOGGER
-from fsdp_flat.core.memory import MemoryState
+from fsdp_flat.core.memory import MemoryState, WeightsVersion
 from fsdp_flat.core.options import AfterForward, Phase
+from fsdp_flat.core.torch_core import is_in_function
 from fsdp_flat.core.unit import Unit, unit_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.sizes import size_text
@@ -88,25 +89,28 @@ class Order:
         iteration = self.iteration
         assert iteration is not None
         iteration.order.append(unit)
+        return ForwardRecord(unit, iteration, self._note(iteration, unit, is_begin=True))
+
+    def _note(
+        self, iteration: Iteration, unit: Unit, *, is_begin: bool, weights: WeightsVersion | None = None
+    ) -> int:
+        """Record an event, and return its position."""
         self._position += 1
-        iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
-        return ForwardRecord(unit, iteration, self._position)
+        is_reached = torch.is_grad_enabled() or is_in_function()
+        iteration.events.append(Event(self._position, unit, is_begin, is_reached, weights))
+        return self._position
 
     def end_forward(
         self, record: ForwardRecord, iteration: Iteration, *, expects_backward: bool, is_open_ended: bool
     ) -> None:
         """Record the end of a forward; see :meth:`Step.end_forward`."""
         unit = record.unit
-        self._position += 1
-        record.end = self._position
-        in_grad = torch.is_grad_enabled()
-        # A trainable unit that runs without gradients is taken to be in a re-entrant checkpoint.
-        recomputed = iteration.trains and not in_grad and unit.is_trainable
+        recomputed = iteration.trains and unit.is_trainable and is_in_function()
         is_hooked = expects_backward and not is_open_ended
         weights = record.weights if is_hooked or recomputed else None
         iteration.expects_backward |= is_hooked
         iteration.is_open_ended |= is_open_ended
-        iteration.events.append(Event(self._position, unit, is_begin=False, in_grad=in_grad, weights=weights))
+        record.end = self._note(iteration, unit, is_begin=False, weights=weights)
 
     def end_iteration(self, replicated: Sequence[Unit]) -> None:
         """End the outermost forward; free what no backward needs, of its units and of ``replicated`` ones."""

@@ -68,6 +68,14 @@ _ADDRESS_OF: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
+def is_in_function() -> bool:
+    """Return whether the forward of an autograd function runs, in which a re-entrant checkpoint calls modules.
+
+    torch disables gradients of forward mode there, as ``inference_mode`` does, and ``no_grad`` does not.
+    """
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
+
+
 def node_will_run(node: Any) -> bool:
     """Return whether the running backward executes an autograd node.
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.beside import WIDTH, WRAPPER_FRONTS, Beside
+from tests.support.beside import FRONTS, WIDTH, WRAPPER_FRONTS, Beside
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, STRATEGIES, exchange_nbytes, mesh_for, recorded
@@ -118,6 +119,33 @@ def test_a_loss_that_uses_part_of_the_outputs_equals_the_reference() -> None:
 
     for index in (0, 1, 0):
         beside.train(only(index))
+
+
+class Recomputing(nn.Module):
+    """Recomputes a block and an operation after it; runs blocks of which only rank 0 uses the output."""
+
+    def __init__(self, *, reentrant: bool, again: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.sometimes = Block(), Block(), nn.Sequential(Block(), Block())
+        self.reentrant, self.again = reentrant, again
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        recomputed = checkpoint(self.compute, x, use_reentrant=self.reentrant)
+        other = (self.block if self.again else self.sometimes)(x if self.again else recomputed)
+        if dist.get_rank() == 0:
+            return recomputed + other
+        return other if self.again else recomputed
+
+
+@on_ranks(2)
+@FRONTS
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_unit_that_all_ranks_use_and_only_some_recompute(reentrant: bool, front: str) -> None:
+    Beside(Recomputing(reentrant=reentrant, again=True), front).train(num_steps=2)
 
 
 @on_ranks(2)

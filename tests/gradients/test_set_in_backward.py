@@ -76,6 +76,24 @@ def test_a_layer_that_runs_twice_or_is_recomputed_edits_the_same_gradient(edit: 
     beside(edit, fronts, runs).train(num_steps=2)
 
 
+@FRONTS
+@EACH_EDIT
+@pytest.mark.parametrize("first", ["recomputed", "plain"])
+@on_ranks(2)
+def test_a_unit_that_runs_in_a_reentrant_checkpoint_and_outside_of_it_edits_one_gradient(
+    first: str, edit: str, front: str
+) -> None:
+    class Again(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for recomputes in (first == "recomputed", first == "plain"):
+                x = checkpoint(self[1], self[0](x), use_reentrant=True) if recomputes else self[1](x)
+            return self[2](x)
+
+    torch.manual_seed(0)
+    model = Again(nn.Linear(WIDTH, WIDTH), EditedBlock(edit), nn.Linear(WIDTH, 5))
+    Beside(model, front, units=(EditedBlock,)).train(num_steps=2)
+
+
 @WRAPPER_FRONTS
 @EACH_EDIT
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"])
