@@ -43,6 +43,7 @@ class Event(NamedTuple):
     Attributes:
         position: increases by one with each event of a tree.
         is_reached: a backward may reach the forward, or recompute it (in a re-entrant checkpoint).
+        node_number: the number of the first autograd node made after the event; -1 inside an autograd function.
         weights: for an end that a backward may reach, the weights that the forward ran with; else None.
     """
 
@@ -50,7 +51,13 @@ class Event(NamedTuple):
     unit: Unit
     is_begin: bool
     is_reached: bool
+    node_number: int
     weights: WeightsVersion | None
+
+    @property
+    def unshards(self) -> bool:
+        """True if the unit's parameters are unsharded where a backward passes the event."""
+        return self.weights is not None and self.unit.control.unshard_in_backward
 
 
 class Iteration:
@@ -235,6 +242,16 @@ class Backward:
         if self._events and self._events[-1].position == record.end:
             self._events.pop()
 
+    @torch.no_grad()
+    def recompute(self, node_number: int) -> None:
+        """Pass all events after the autograd node ``node_number``, in whose backward a forward is recomputed.
+
+        The node may be below units without hooks, of which this rank does not use what they computed. Stop at forwards
+        in a re-entrant checkpoint: the node may be that of the checkpoint.
+        """
+        while self._events and self._events[-1].node_number > node_number:
+            self._pass_event()
+
     def complete(self, record: ForwardRecord) -> None:
         """Pass all events down to the begin of the forward of ``record``, whose input gradients exist."""
         if record.iteration is not None:
@@ -254,15 +271,18 @@ class Backward:
         self._pass_until(-1)
 
     def _pass_until(self, position: int) -> None:
-        events = self._events
-        while events and events[-1].position > position:
-            event = events.pop()
-            if not event.is_begin:
-                if event.weights is not None and event.unit.control.unshard_in_backward:
-                    self._unshard(event.unit, event.weights)
-            elif self._post_backward_at.get(event.unit) == event.position:
-                self._post_backward(event.unit)
-                self.has_resharded = True
+        while self._events and self._events[-1].position > position:
+            self._pass_event()
+
+    def _pass_event(self) -> None:
+        event = self._events.pop()
+        if not event.is_begin:
+            if event.unshards:
+                assert event.weights is not None
+                self._unshard(event.unit, event.weights)
+        elif self._post_backward_at.get(event.unit) == event.position:
+            self._post_backward(event.unit)
+            self.has_resharded = True
 
     def next_all_gathers(self, after: Unit, num: int) -> list[Unit]:
         """Return the units other than ``after`` whose all-gathers are next: of ``num`` backwards that follow.
@@ -278,7 +298,6 @@ class Backward:
                     num, num_before = num - 1, len(found)
                     if num == 0:
                         break
-            elif event.weights is not None and unit is not after:
-                if unit.needs_all_gather and unit.control.unshard_in_backward:
-                    found.append(unit)
+            elif unit is not after and unit.needs_all_gather and event.unshards:
+                found.append(unit)
         return found

@@ -17,9 +17,9 @@ from torch import nn
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.core.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.core.events import LOGGER
-from fsdp_flat.core.memory import MemoryState, WeightsVersion
+from fsdp_flat.core.memory import MemoryState
 from fsdp_flat.core.options import AfterForward, Phase
-from fsdp_flat.core.torch_core import is_in_function
+from fsdp_flat.core.torch_core import is_in_function, next_node_number
 from fsdp_flat.core.unit import Unit, unit_of
 from fsdp_flat.errors import OptionError
 from fsdp_flat.sizes import size_text
@@ -89,15 +89,15 @@ class Order:
         iteration = self.iteration
         assert iteration is not None
         iteration.order.append(unit)
-        return ForwardRecord(unit, iteration, self._note(iteration, unit, is_begin=True))
+        return ForwardRecord(unit, iteration, self._note(iteration, unit, in_function=is_in_function()))
 
     def _note(
-        self, iteration: Iteration, unit: Unit, *, is_begin: bool, weights: WeightsVersion | None = None
+        self, iteration: Iteration, unit: Unit, *, in_function: bool, is_end: bool = False, weights: Any = None
     ) -> int:
         """Record an event, and return its position."""
         self._position += 1
-        is_reached = torch.is_grad_enabled() or is_in_function()
-        iteration.events.append(Event(self._position, unit, is_begin, is_reached, weights))
+        is_reached, number = in_function or torch.is_grad_enabled(), -1 if in_function else next_node_number()
+        iteration.events.append(Event(self._position, unit, not is_end, is_reached, number, weights))
         return self._position
 
     def end_forward(
@@ -105,12 +105,13 @@ class Order:
     ) -> None:
         """Record the end of a forward; see :meth:`Step.end_forward`."""
         unit = record.unit
-        recomputed = iteration.trains and unit.is_trainable and is_in_function()
+        in_function = is_in_function()
+        recomputed = in_function and iteration.trains and unit.is_trainable
         is_hooked = expects_backward and not is_open_ended
         weights = record.weights if is_hooked or recomputed else None
         iteration.expects_backward |= is_hooked
         iteration.is_open_ended |= is_open_ended
-        record.end = self._note(iteration, unit, is_begin=False, weights=weights)
+        record.end = self._note(iteration, unit, in_function=in_function, is_end=True, weights=weights)
 
     def end_iteration(self, replicated: Sequence[Unit]) -> None:
         """End the outermost forward; free what no backward needs, of its units and of ``replicated`` ones."""

@@ -52,7 +52,7 @@ from fsdp_flat.core.memory import MemoryEvent, MemoryState, WeightsVersion
 from fsdp_flat.core.options import AfterForward, Phase
 from fsdp_flat.core.order import Order
 from fsdp_flat.core.reduction import Reductions
-from fsdp_flat.core.torch_core import dynamo_disabled, graph_task_id, queue_callback
+from fsdp_flat.core.torch_core import dynamo_disabled, graph_task_id, queue_callback, running_node_number
 from fsdp_flat.core.unit import Unit, units_of
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.layout import clean_fqn
@@ -180,6 +180,8 @@ class Step:
         """
         if self.backward is not None and graph_task_id() != -1:
             Progress.place = Progress.place._replace(phase=RECOMPUTED)
+            if not unit.holds_graph:  # else the node may be one that the earlier backward has made, on another thread
+                self.backward.recompute(running_node_number())
             return ForwardRecord(unit, None)
         if self.order.iteration is None:
             self._begin_iteration(compiler)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -66,6 +67,19 @@ _ADDRESS_OF: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 # Splits each tensor into as many chunks along a dim, padded with zeros, and concatenates the first chunks of all, the
 # second chunks of all, and so on, as rows of a matrix: the order of a reduce-scatter of rows, by one operation.
 chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
+
+# Returns the number that the next autograd node of this thread gets; there is no public equivalent.
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def running_node_number() -> int:
+    """Return the number of the autograd node that the running backward executes; the largest of all without one.
+
+    Of the nodes that can run, autograd runs the one of the largest number, that is the one made last.
+    """
+    node = torch._C._current_autograd_node()
+    return sys.maxsize if node is None else int(node._sequence_nr())
 
 
 def is_in_function() -> bool:

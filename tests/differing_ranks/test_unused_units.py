@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import ShardingStrategy
 from tests.support import on_ranks
-from tests.support.beside import FRONTS, WIDTH, WRAPPER_FRONTS, Beside
+from tests.support.beside import FRONTS, MEMORY, WIDTH, WRAPPER_FRONTS, Beside, placed
 from tests.support.kit import square_loss
 from tests.support.models import Block, Stack
 from tests.support.steps import SHARDED, STRATEGIES, exchange_nbytes, mesh_for, recorded
@@ -139,6 +139,15 @@ class Recomputing(nn.Module):
         if dist.get_rank() == 0:
             return recomputed + other
         return other if self.again else recomputed
+
+
+@on_ranks(2)
+@FRONTS
+@MEMORY
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_units_that_a_rank_leaves_out_after_a_recomputed_one(reentrant: bool, front: str, shared_memory: bool) -> None:
+    model = Recomputing(reentrant=reentrant, again=False)
+    Beside(model, front, **placed("FULL_SHARD", front, shared_memory=shared_memory)).train(num_steps=2)
 
 
 @on_ranks(2)
