@@ -95,7 +95,8 @@ class UnitForward:
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self.unit = unit
-        self._step = step = unit.step if unit.step.is_built else unit.step.build(wrapper)
+        step = unit.own_step if unit.step.may_be_of_one_replica(unit) else unit.step
+        self._step = step = step if step.is_built else step.build(wrapper)
         self.record = record = step.begin_forward(unit, compiler)
         self.is_outermost = record.iteration is not None and len(record.iteration.order) == 1
         self._has_entered = False

@@ -85,6 +85,7 @@ class Step:
         backward: the running backward, or None.
         has_unfinalized_gradients: a backward has ended, and ``finalize_backward`` has yet to set its gradients.
         has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
+        has_trained: a backward has gone through a forward of the root.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,6 +106,7 @@ class Step:
         self.logs_events = LOGGER.isEnabledFor(logging.DEBUG)
         self.has_lost_gradients = False
         self.has_unfinalized_gradients = False
+        self.has_trained = False
         self.backward: Backward | None = None
         self._buffers_full: bool | None = None
         # Units with others inside, where streams overlap all-gathers with compute.
@@ -151,6 +153,17 @@ class Step:
                 self.at_next_forward += before.at_next_forward
                 before.at_next_forward = []
                 unit.use_step(self)
+
+    def may_be_of_one_replica(self, unit: Unit) -> bool:
+        """Return whether ``unit``, called now, is an inner unit by itself, of a tree that other replicas may not know.
+
+        A replica may run forwards of this step's root alone, until a backward follows one. The unit is then the root of
+        a small tree, as on the other replicas.
+        """
+        if self.has_trained or unit is self.root:
+            return False
+        begins = self.order.iteration is None and self.backward is None
+        return begins and unit.options.groups.replicate.size > 1
 
     def use_memory(self, streams: Streams, pool: MemoryPool) -> None:
         """Use the streams and the memory of another tree from now on."""
@@ -436,6 +449,7 @@ class Step:
                 end.set_grads(answers)
                 has_met = True
         self.backward = None
+        self.has_trained |= self.root in backward.units
         if end.unread is None and not backward.keeps_iterations:
             self.order.pending.remove(backward.iterations)
         self.pool.clear()
@@ -537,6 +551,7 @@ def new_step(unit: Unit) -> None:
     """Give a unit a step of its own, in which it is the root."""
     step = Step(unit.options.device)
     step.root, step.units = unit, [unit]
+    unit.own_step = step
     unit.use_step(step)
 
 

@@ -49,6 +49,7 @@ class Unit:
         own_modules: the modules at and below ``module`` that are in no nested unit, and not ignored.
         members: ``module`` alone, or several modules whose forwards, one after another, are one forward of the unit.
         step: runs the tree that the unit belongs to.
+        own_step: runs the tree of the unit and those below.
         phase: what the unit is doing; the step and ``summon_full_params`` write it too.
         depth: number of the unit's forwards under way: a method that calls the module is one around another.
         needs_all_gather: an unshard communicates: some groups are sharded over more than one rank.
@@ -95,6 +96,7 @@ class Unit:
         self.stored_tensors = StoredTensors(self.own_modules)
         self.forward_hooks: Any = None
         self._attached: dict[type, Any] = {}
+        self.own_step = self.step
         self.step.root, self.step.units = self, [self]  # alone, until the first use of the tree
         self.use_step(self.step)
         _UNITS.add(self)

@@ -19,7 +19,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from tests.support import on_ranks
 from tests.support.beside import FRONTS, MEMORY, ORIG_PARAMS, OURS, WRAPPER_FRONTS, Beside, batch, placed
-from tests.support.kit import BLOCKS, wrapped
+from tests.support.kit import BLOCKS, square_loss, wrapped
 from tests.support.models import Block, Stack
 from tests.support.patience import SECONDS, impatient
 
@@ -75,6 +75,27 @@ def test_a_replica_may_run_forwards_with_gradients_that_no_backward_reaches(
     for model in pair.models:
         model.train(trains)
     pair.train(num_steps=2)
+
+
+@FRONTS
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"])
+@pytest.mark.parametrize("with_gradients", [False, True])
+@on_ranks(2, 4)
+def test_a_unit_trains_by_itself_after_one_replica_has_run_the_model(
+    with_gradients: bool, strategy: str, front: str, num_ranks: int
+) -> None:
+    layout = strategy if strategy == "NO_SHARD" else f"{strategy} 2x{num_ranks // 2}"
+    pair = Beside(Stack(), front, **placed(layout, front))
+    outputs: list[torch.Tensor] = []
+    for num_forwards in (1, 0, 2):
+        with torch.set_grad_enabled(with_gradients):
+            outputs += run_alone(pair.ours, trains=True, num_forwards=num_forwards)
+        pair.backward(lambda model, x: square_loss(model.blocks[1], x))
+        pair.check_gradients()
+        pair.step()
+    pair.train(num_steps=2)
+    outputs += run_alone(pair.ours, trains=True)
+    pair.train(lambda model, x: square_loss(model.blocks[1], x))
 
 
 @FRONTS
