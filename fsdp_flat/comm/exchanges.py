@@ -15,9 +15,12 @@ from fsdp_flat.comm.failures import NamedWork, WatchedWork, named_errors
 from fsdp_flat.comm.given_up import Pending
 from fsdp_flat.comm.rank_groups import RankGroup, connected, host_group, is_fake, moves_by_gloo
 from fsdp_flat.comm.torch_comm import backend_of, unseen_by_modes
+from fsdp_flat.errors import RankMismatchError
 
 # Backends that average floats, each in its own kernel.
 _AVERAGING = ("nccl", "xccl")
+# No text is as long: a rank in another collective has sent values that are read as a length.
+_MOST_NBYTES = 1 << 40
 
 
 def averages_exactly(rank_group: RankGroup, tensor: torch.Tensor) -> bool:
@@ -120,6 +123,12 @@ def exchange_bytes(
     lengths = [length for (length,) in exchange_ints([len(payload)], rank_group, doing)]
     if not connected([rank_group]):
         return [payload] * rank_group.size
+    if wrong := [rank for rank, length in enumerate(lengths) if not 0 <= length < _MOST_NBYTES]:
+        raise RankMismatchError(
+            f"Rank {wrong[0]} of the group was not in the exchange of texts between ranks{doing and f' while {doing}'} "
+            f"in which rank {rank_group.rank} is, so it sent no length. Every rank must make the same calls in the "
+            'same order: do not make one on some ranks only, as in "if rank == 0".'
+        )
     own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     rows = _gathered(own, rank_group, doing, only_on_rank0=only_on_rank0)
     return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths)]

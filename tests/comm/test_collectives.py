@@ -14,6 +14,7 @@ from fsdp_flat.comm import Pending, RankGroup, begin_all_reduce, collectives_for
 from fsdp_flat.comm.flat_collectives import Collectives, GlooAcceleratorCollectives, GlooCollectives
 from fsdp_flat.comm.shm import SharedMemoryCollectives
 from fsdp_flat.core import MemoryPool
+from fsdp_flat.errors import RankMismatchError
 from tests.support import assert_equal, on_ranks
 
 KINDS = [Collectives, GlooAcceleratorCollectives, GlooCollectives, SharedMemoryCollectives]
@@ -188,6 +189,19 @@ def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: in
         assert got == payloads[:size]
         got = exchange_bytes(payloads[rank_group.rank], rank_group, only_on_rank0=True)
         assert got == (payloads[:size] if rank_group.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_values_of_another_call_are_not_taken_for_lengths(rank: int) -> None:
+    """Memory of that many bytes was asked for."""
+    rank_group = RankGroup.of(dist.group.WORLD)
+    if rank == 1:
+        exchange_ints([-(2**62) + 5], rank_group)
+        return
+    with pytest.raises(
+        RankMismatchError, match=r"Rank 1 of the group was not in the exchange of texts.* while testing"
+    ):
+        exchange_bytes(b"text", rank_group, "testing")
 
 
 @on_ranks(2)

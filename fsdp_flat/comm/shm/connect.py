@@ -150,7 +150,7 @@ def _connect_hosts(
     by_host: dict[bytes, list[int]] = {}
     try:
         addresses = []
-        for rank, payload in enumerate(exchange_bytes(own, rank_group)):
+        for rank, payload in enumerate(exchange_bytes(own, rank_group, "connecting ranks of a host")):
             host, _, address = payload.partition(b" ")
             by_host.setdefault(host, []).append(rank)
             addresses.append(address)
