@@ -130,6 +130,11 @@ def loss_of_output(model: nn.Module, batch: Any) -> torch.Tensor:
 
     ``batch`` is what the model is called with: a tuple of arguments, a dict of keyword arguments, or one argument.
     """
+    if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)):
+        raise OptionTypeError(
+            f"batch must hold the tensors that the model is called with; got {batch!r}. For example "
+            'batch=torch.empty(4, 1024, device="meta").'
+        )
     if isinstance(batch, dict):
         output = model(**batch)
     else:

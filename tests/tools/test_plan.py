@@ -489,6 +489,8 @@ class Reader(torch.optim.SGD):
 
 def test_arguments_that_a_plan_cannot_use_are_refused() -> None:
     rows = torch.empty(16, 64, device="meta")
+    with pytest.raises(OptionTypeError, match=r"batch must hold the tensors .* got \(16, 64\)"):
+        plan(meta(Stack), 2, batch=(16, 64))
     with pytest.raises(OptionError, match="Reads or its loss reads values of tensors"):
         plan(meta(partial(Reads, 64, 64)), 2, batch=rows)
     with pytest.raises(OptionError, match="Reader cannot run on parameters without values"):
