@@ -30,10 +30,12 @@ _AVERAGED = ErrorTexts(
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
 )
 
-_CLIPPED = ErrorTexts(
-    "comparing by which norms they clipped gradients",
-    "Ranks have clipped gradients by different norms before this backward, so their weights do not fit together.",
-    "Pass the same max_norm and norm_type on every rank, and go on from a checkpoint from before that step.",
+_CALLS = ErrorTexts(
+    "comparing by which norms they clipped gradients, and what they have loaded",
+    "Ranks have clipped gradients by different norms before this backward, or only some have loaded a full state dict, "
+    "so their weights do not fit together.",
+    "Pass the same max_norm and norm_type on every rank, call load_state_dict on every rank with the full state dict, "
+    "and go on from a checkpoint from before that.",
 )
 
 # What has become of the gradients of ranks that differ, by whether it was found after they were set.
@@ -62,7 +64,7 @@ def trained_lines(units: Iterable[Unit], over: Sequence[ShardingGroups]) -> list
 def raise_difference(
     issued: CollectiveLog,
     averaged: Sequence[str],
-    clipped: str,
+    calls: Sequence[str],
     units: Sequence[Unit],
     groups: ShardingGroups,
     *,
@@ -71,15 +73,15 @@ def raise_difference(
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
     ``issued`` are the collectives of this rank, ``averaged`` has one line for each parameter outside of
-    units whose gradient this rank is to average, and ``clipped`` is the call that has clipped gradients last. It
-    ``is_late`` if gradients are set already.
+    units whose gradient this rank is to average, and ``calls`` are those that have clipped gradients and loaded
+    units. It ``is_late`` if gradients are set already.
     """
     lines_of_rank = partial(issued.lines, groups)
     for lines, texts in (
         (lines_of_rank, _ORDER),
         (trained_lines(units, [groups]), TRAINED),
         (averaged, _AVERAGED),
-        ([clipped], _CLIPPED),
+        (calls, _CALLS),
     ):
         texts = replace(texts, advice=f"{texts.advice} {_EFFECT[is_late]}")
         agree(lines, None, groups.rank_groups, texts)

@@ -35,7 +35,7 @@ class Answers:
         backward: the backward.
         unmanaged: parameters outside of units whose gradients are averaged, by name.
         averaged: what ranks have compared of them, a line for each.
-        clipped: the last call that has clipped gradients, which ranks have compared too.
+        calls: the last call that has clipped gradients, and the number of loads, which ranks have compared too.
         used: for each parameter group one byte per parameter: 1 if any rank has used it; without ``outcome``, this one.
         unreduced: parameter groups whose gradients all ranks have to reduce yet.
         outcome: what all ranks have said; None while this rank has not waited for them.
@@ -45,7 +45,7 @@ class Answers:
     backward: Backward
     unmanaged: Mapping[str, nn.Parameter]
     averaged: Sequence[str]
-    clipped: str
+    calls: Sequence[str]
     used: Mapping[ParamGroup, bytes]
     unreduced: Collection[ParamGroup]
     outcome: Outcome | None = None
@@ -151,10 +151,11 @@ class EndOfBackward:
         is_needed = bool(unreduced) or self._needs_other_ranks(backward, reduced, used)
         # A collective of gloo that ends while torch's profiler stops makes torch write to freed memory.
         waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later or profiler_is_on()
-        same, retains = "\n".join([*averaged, self.clipped]).encode(), backward.retains_graph
+        calls = [self.clipped, f"{sum([unit.num_loads for unit in self._units])} loads of units from full state dicts"]
+        same, retains = "\n".join([*averaged, *calls]).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         reductions.finish()
-        answers = Answers(backward, unmanaged, averaged, self.clipped, used, unreduced)
+        answers = Answers(backward, unmanaged, averaged, calls, used, unreduced)
         if waits:
             answers = self._wait_for(answers)
         else:

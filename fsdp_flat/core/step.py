@@ -468,7 +468,7 @@ class Step:
         try:
             if outcome.differing is not None:
                 self.abort()
-                lines, groups = (answers.averaged, answers.clipped), outcome.differing
+                lines, groups = (answers.averaged, answers.calls), outcome.differing
                 raise_difference(self.collective_log, *lines, self.units, groups, is_late=answers.is_late)
         finally:
             self.collective_log.clear()

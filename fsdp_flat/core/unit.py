@@ -77,7 +77,7 @@ class Unit:
         dtype = precision.param_dtype
         self.cast_inputs = None if dtype is None else input_cast(self.module, dtype, precision.uncast_inputs)
         self.phase = Phase.IDLE
-        self.depth = 0
+        self.depth = self.num_loads = 0
         self.control = UnitControl.of(self.options.strategy)
         self.policy = ReductionPolicy()
         self.holds_graph = False

@@ -30,4 +30,4 @@ from fsdp_flat.layout.intervals import (
     chunk_shape,
     plan_transfer,
 )
-from fsdp_flat.layout.name_matches import advice_on, misfits, names_unlike, renamed
+from fsdp_flat.layout.name_matches import EMPTY, advice_on, misfits, names_unlike, renamed

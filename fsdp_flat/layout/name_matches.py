@@ -77,6 +77,12 @@ def renamed(names: Mapping[str, str], prefix: str, rename: Callable[[str], str |
     return found
 
 
+EMPTY = (
+    "The state dict is empty, as rank0_only=True leaves it on all ranks but the first. Give every rank the full one: "
+    "save it with rank0_only=False, read it from a file, or use fsdp_flat.load_full, which reads each rank's part."
+)
+
+
 def advice_on(state: Mapping[Any, Any], names: Collection[str]) -> str:
     """Return what to load instead of a state dict that is another one than a model's; empty if it is none known.
 
@@ -84,6 +90,8 @@ def advice_on(state: Mapping[Any, Any], names: Collection[str]) -> str:
         state: what was given as the state dict of a model.
         names: names of the model's parameters; none if any names will do.
     """
+    if not state:
+        return EMPTY
     if "param_groups" in state and "state" in state:
         return (
             "This is an optimizer's state dict. Load it by optim.load_state_dict; one that FSDP.optim_state_dict has "

@@ -23,7 +23,7 @@ from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement, meet
 from fsdp_flat.core import Site, Unit, copy_of, local_of, modules_of, own_unit, plain_tensors_in, unit_of, units_of
 from fsdp_flat.core.quantized import constants_of
 from fsdp_flat.errors import LoadError, counted
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
+from fsdp_flat.layout import EMPTY, FLAT_PARAM, FSDP_PREFIX, advice_on, clean_fqn, clean_text, is_flat_param_name
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
 from fsdp_flat.state.model_save import flat_shard, placeholder_of, record_versions, settings_of
 from fsdp_flat.state.shards import (
@@ -38,6 +38,7 @@ from fsdp_flat.state.shards import (
     shape_of,
 )
 from fsdp_flat.state.state_placeholders import StatePlaceholder
+from fsdp_flat.user_warnings import warn_user
 
 LOADING_STATE = ErrorTexts(
     "loading a state dict",
@@ -65,6 +66,7 @@ class ModelLoad:
         self._sharded: list[str] = []
         self.writes = PendingWrites()
         self.units: list[Unit] = []
+        self._from_full: list[Unit] = []
         self.has_chunks = self.has_own = self.has_met = False
         # The codec is None where the kind of the value decides.
         self._placeholders: list[tuple[StateShard, StatePlaceholder, StateDictCodec | None]] = []
@@ -149,6 +151,8 @@ class ModelLoad:
         decoder = codec if isinstance(codec, FullCodec) else None
         if decoder is None and unit.param_groups:
             self.units.append(unit)
+        elif unit.options.groups.shard.size == unit.options.groups.num_ranks > 1:
+            self._from_full.append(unit)  # on FSDP1 a collective
         found: dict[str, StatePlaceholder] = {}
         own = []
         for param in params_of(unit, clean_fqn(prefix)):
@@ -247,6 +251,8 @@ class ModelLoad:
                 error = found
         if error is None:
             self.writes.commit()
+            for unit in self._from_full:
+                unit.num_loads += 1
         else:
             self.undo()
         # If an exception follows a commit, new buffers belong to the new shards.
@@ -296,6 +302,8 @@ def with_advice(model: nn.Module, state_dict: Mapping[str, Any]) -> Iterator[Non
     """Add to an error of ``load_state_dict`` inside the block what to load instead, if the state dict shows it."""
     try:
         yield
+        if not state_dict:
+            warn_user(f"load_state_dict has loaded nothing. {EMPTY}")
     except RuntimeError as error:
         if type(error) is RuntimeError:  # torch's own
             index = ParamIndex(model)

@@ -13,12 +13,13 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
-from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.errors import OptionTypeError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, groups_of, seeded_task
 from tests.state_dict.test_full_state_dict import Versioned
 from tests.support import assert_equal, on_ranks
 from tests.support.beside import ORIG_PARAMS
+from tests.support.kit import square_loss
 from tests.support.models import Model
 from tests.support.steps import recorded
 from tests.support.wrapper_models import batch, seeded, shard, whole_state
@@ -104,6 +105,20 @@ def test_ranks_with_different_entries_say_which(rank: int) -> None:
     text = refused(model, SHARDED, state, strict=False)
     assert "Ranks were given state dicts with different entries" in text
     assert "first.bias" in text or "last.bias" in text
+
+
+@on_ranks(2)
+def test_a_full_state_dict_that_one_rank_alone_loads_is_an_error_of_the_next_backward(rank: int) -> None:
+    """It mixed the parts of two models; on FSDP1 this rank would wait for the others."""
+    model = shard(seeded())
+    state = whole_state(model)
+    if rank == 0:
+        model.load_state_dict(state)
+    with pytest.raises(RankMismatchError, match=r"rank 0 of the group has \d loads.*, rank 1 has 0 loads"):
+        square_loss(model, batch(0)).backward()
+    if rank == 1:
+        model.load_state_dict(state)
+    square_loss(model, batch(0)).backward()
 
 
 @on_ranks(2)
