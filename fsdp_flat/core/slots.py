@@ -21,7 +21,7 @@ from fsdp_flat.core.all_gather_output import AllGatherOutput
 from fsdp_flat.core.flat_parameter import set_grad
 from fsdp_flat.core.group_spec import ParamGroupSpec
 from fsdp_flat.core.layout import Layout
-from fsdp_flat.core.params import PLAIN, FlattenedBy, ManagedParam
+from fsdp_flat.core.params import PLAIN, FlattenedBy, ManagedParam, is_managed
 from fsdp_flat.core.storage import Storage
 from fsdp_flat.core.torch_core import VERSION_OF, dynamo_disabled_here, has_values, is_alias, local_of
 from fsdp_flat.core.visible_params import VisibleParam
@@ -226,7 +226,8 @@ class Slots:
         self._guarded: list[dict[Any, Any]] = [module._forward_pre_hooks for module in modules]
         self._guard = plan.make_guard(self._name_in)
         self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
-        self.shows_unsharded = self.shows_names = self._shows_full = False
+        self.shows_unsharded = self.shows_names = False
+        self._full_params: Sequence[nn.Parameter] = ()
         self.saved_grads: list[torch.Tensor | None] | None = None
         self.num_trainable = 0
         self._synced_requires_grad = [False] * len(self.params)
@@ -308,17 +309,19 @@ class Slots:
 
     def show_full_params(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register full Parameters made from ``tensors`` under the original names, until :meth:`hide_full_params`."""
-        full = self.plan.full_params(self, tensors)
+        self._full_params = full = self.plan.full_params(self, tensors)
         for hooks in self._guarded:
             hooks.pop(self._guard_key, None)
-        self._shows_full = True
         self._register(full)
 
     def hide_full_params(self) -> None:
         """Undo :meth:`show_full_params`, and show the sharded parameters; does nothing if no full ones are shown."""
-        if not self._shows_full:
+        if not self._full_params:
             return
-        self._shows_full = False
+        for index, param in enumerate(self._full_params):
+            if not is_managed(param):
+                param._fsdp_flat_index = index  # type: ignore[attr-defined]  # for guards: an optimizer may hold it
+        self._full_params = ()
         self._unregister()
         saved, self.saved_grads = self.saved_grads, None
         if saved is None:

@@ -86,8 +86,9 @@ def _check_replaced(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> No
     if hasattr(param, "_fsdp_flat_index"):
         raise UsageError(
             f"{type(optimizer).__name__} holds an unsharded parameter of shape {tuple(param.shape)}, which "
-            "gets no gradients: it was built after a forward without a backward. Build it from "
-            "model.parameters() before the first forward, or call reshard() of the modules before."
+            "gets no gradients: it was built after a forward without a backward, or inside summon_full_params. Build "
+            "it from model.parameters() before the first forward and outside of such a block, or call reshard() of the "
+            "modules before."
         )
 
 

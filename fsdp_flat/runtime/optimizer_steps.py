@@ -16,7 +16,9 @@ from fsdp_flat.core.events import EVENTS
 from fsdp_flat.core.param_group import ParamGroup
 from fsdp_flat.core.params import is_managed
 from fsdp_flat.core.torch_core import dynamo_disabled, dynamo_disabled_here
+from fsdp_flat.errors import UsageError, some_of
 from fsdp_flat.runtime.offload_optimizer import offload_optimizer
+from fsdp_flat.user_warnings import warn_user
 
 
 class _Steps:
@@ -52,7 +54,10 @@ class _Steps:
                 offload_optimizer(optimizer)
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
-        for group in self.known[optimizer][1]:
+        groups = self.known[optimizer][1]
+        if waiting := [group for group in groups if group.grads.waiting is not None]:
+            _check_reduced(optimizer, waiting)
+        for group in groups:
             group.note_update()  # a closure may run a forward in the step, which is then not the current one any more
 
     @dynamo_disabled_here
@@ -69,6 +74,23 @@ class _Steps:
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.known.pop(optimizer, None)
+
+
+def _check_reduced(optimizer: torch.optim.Optimizer, waiting: list[ParamGroup]) -> None:
+    """Raise a UsageError if ``.grad`` has the unsharded shape; warn if gradients that wait are in no ``.grad``."""
+    params = [param for group in waiting for param in group.slots.visible_params]
+    names = some_of(list(dict.fromkeys(repr(group.spec.unit_name) for group in waiting)), 3)
+    wait = f"{type(optimizer).__name__}.step() was called while gradients of units wait to be reduced ({names})"
+    if any(param.grad is not None and param.grad.shape != param.shape for param in params):
+        raise UsageError(
+            f"{wait}, so they have another size of tensor than this rank's shard. Run the last backward before a step "
+            'outside of no_sync, or use no_sync(mode="sharded").'
+        )
+    if all(param.grad is None for param in params):
+        warn_user(
+            f"{wait}, so it changes none of their parameters. Call set_requires_gradient_sync(True) before the last "
+            "backward of a step."
+        )
 
 
 @functools.cache

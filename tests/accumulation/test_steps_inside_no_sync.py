@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import clean_tensor_name
+from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.beside import CLOSE, WRAPPER_FRONTS, Beside, batch, placed
 from tests.support.kit import full_params, square_loss
@@ -47,7 +48,16 @@ def test_gradients_inside_no_sync_are_unsharded_and_this_ranks_own(layout: str, 
 def test_a_step_without_a_reduced_gradient_raises_as_on_fsdp1(layout: str, front: str, rank: int) -> None:
     beside = Beside(Stack(), front, **placed(layout))
     backward_in_no_sync(beside, rank)
-    with pytest.raises(RuntimeError, match="size of tensor"):
+    with pytest.raises(UsageError, match=r"SGD\.step\(\) was called while gradients.*'blocks\.\d+'.* size of tensor"):
+        torch.optim.SGD(beside.ours.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+def test_a_step_that_finds_no_gradients_since_they_wait_says_so(rank: int) -> None:
+    beside = Beside(Stack(), "fully_shard")
+    beside.ours.set_requires_gradient_sync(False)
+    square_loss(beside.ours, batch(rank)).backward()
+    with pytest.warns(UserWarning, match=r"so it changes none of their parameters. Call set_requires_gradient_sync"):
         torch.optim.SGD(beside.ours.parameters(), lr=0.1).step()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import fully_shard, unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
@@ -269,4 +270,16 @@ def test_an_optimizer_of_unsharded_parameters_raises_at_its_first_step() -> None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     square_loss(model, torch.ones(2, WIDTH)).backward()
     with pytest.raises(UsageError, match=r"SGD holds an unsharded parameter of shape \(8, 8\)"):
+        optimizer.step()
+
+
+@pytest.mark.of_guards
+@on_ranks(2)
+def test_an_optimizer_that_was_built_inside_summon_full_params_raises_at_its_first_step() -> None:
+    """Of a flat parameter it held views, and its steps changed nothing."""
+    model = FSDP(layers(nn.Linear))
+    with FSDP.summon_full_params(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, torch.ones(2, WIDTH)).backward()
+    with pytest.raises(UsageError, match=r"an unsharded parameter of shape \(8, 8\).* inside summon_full_params"):
         optimizer.step()
