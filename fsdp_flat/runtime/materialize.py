@@ -6,7 +6,8 @@ not written since are found by a mark in their memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -65,8 +66,9 @@ def materialize(
         sites.setdefault(param, []).append(site)
     with torch.no_grad(), _MarksEmpty():
         if init_fn is not None:
-            for _, module in modules:
-                init_fn(module)
+            for name, module in modules:
+                with _naming(f"param_init_fn, called with module {_place(name, module)},"):
+                    init_fn(module)
         else:
             for name, module in meta:
                 _reset(name, module, options.device)
@@ -94,7 +96,7 @@ def materialize(
 
 
 def _reset(name: str, module: nn.Module, device: torch.device) -> None:
-    where = f"{name!r} ({type(module).__name__})"
+    where = _place(name, module)
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
         raise MaterializeError(
@@ -102,10 +104,21 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
             "initialise them. Give it one, or pass param_init_fn."
         )
     module.to_empty(device=device, recurse=False)
-    try:
+    with _naming(f"reset_parameters() of module {where}"):
         reset()
+
+
+def _place(name: str, module: nn.Module) -> str:
+    return f"{name!r} ({type(module).__name__})"
+
+
+@contextmanager
+def _naming(call: str) -> Iterator[None]:
+    """Warn which ``call`` of the caller's code failed, if it does; its error stays as it is."""
+    try:
+        yield
     except BaseException:
-        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.")
+        warn_user(f"{call} failed while leaving the meta device.")
         raise
 
 

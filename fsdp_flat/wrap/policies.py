@@ -197,6 +197,8 @@ def size_based_auto_wrap_policy(
     Returns:
         Whether to descend below ``module``, or to wrap it.
     """
+    if not isinstance(min_num_params, (int, float)):
+        raise OptionTypeError(f"size_based_auto_wrap_policy(min_num_params) must be a number; got {min_num_params!r}.")
     defaults: Any = size_based_auto_wrap_policy  # the attributes are read at each call: users change them
     if recurse:
         barred = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules

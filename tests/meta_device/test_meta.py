@@ -175,6 +175,8 @@ def test_a_module_without_reset_parameters_is_an_error_that_names_it() -> None:
 def test_a_failing_reset_parameters_passes_its_error_on_with_a_warning_that_names_the_module() -> None:
     with pytest.warns(UserWarning, match=r"'1' \(Failing\)"), pytest.raises(KeyError, match="no such initialiser"):
         FSDP(nn.Sequential(nn.ReLU(), Failing()))
+    with pytest.warns(UserWarning, match=r"param_init_fn, called with module '' \("), pytest.raises(AttributeError):
+        FSDP(stack(), param_init_fn=nn.init.zeros_)
 
 
 @pytest.mark.parametrize("init", ["zeros", 3, {}])
