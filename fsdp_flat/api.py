@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError
 
 __all__ = [
     "BackwardPrefetch",
@@ -73,6 +73,16 @@ def member_of(
             return member
     choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
     raise error(f"{argument} must be one of {choices}{others}; got {value!r} of type {type(value).__name__}.")
+
+
+def flag(value: object, argument: str) -> bool:
+    """Return an argument as a bool; raise an OptionTypeError for a text that says no, which Python counts as True."""
+    if isinstance(value, str) and value.strip().lower() in ("", "0", "false", "no", "none", "off"):
+        raise OptionTypeError(
+            f"{argument} must be True or False; got {value!r}, a text, which counts as True in Python. A command line "
+            "or a config file may have made it: convert it there."
+        )
+    return bool(value)
 
 
 def is_a(value: object, class_name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedOptimStateDictConfig
+from fsdp_flat.api import ShardedOptimStateDictConfig, flag
 from fsdp_flat.checkpoint.commit import (
     candidates,
     check_all_here,
@@ -30,7 +30,7 @@ from fsdp_flat.checkpoint.commit import (
     prune,
 )
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus
-from fsdp_flat.checkpoint.files import path_of_user
+from fsdp_flat.checkpoint.files import folder_of_user, path_of_user
 from fsdp_flat.checkpoint.format import (
     check_number,
     check_step,
@@ -247,13 +247,14 @@ class _Saving:
             handlers = some_of(list(map(repr, self._handled)), 6)
             self._same.append(f"a handler of {handlers}" if handlers else "no handler")
             index, self._replicated = ParamIndex(model), ReplicatedTensors(model)
-            self.directory = path_of_user(directory, "directory")
+            self.directory = folder_of_user(directory)
             _wait_for_background(model, self.directory)
             self.unreduced = [
                 unit.name for unit in units_of(model) if any(g.grads.has_waiting for g in unit.param_groups)
             ]
             check_step(step)
             check_number(keep_last, "keep_last", 1)
+            flag(background, "background")
             self._tensors["model"], self._plain["model"], constants = _model_values(model)
             self._tensors["extra"] = {str(rank): packed(extra, "extra", "extra")}
             settings, contents = Settings(), OptimContents(())
@@ -661,6 +662,7 @@ def load_checkpoint(
         for unit in units_of(model):
             unit.check_idle("load_checkpoint")
         check_step(step)
+        flag(strict, "strict")
         if directory.exists() and not directory.is_dir():
             raise LoadError(f"{directory} is a file; pass the directory that was given to save_checkpoint.")
         if together.rank == 0:

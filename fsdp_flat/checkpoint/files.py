@@ -166,6 +166,17 @@ def path_of_user(value: Any, name: str) -> Path:
     return path.absolute()
 
 
+def folder_of_user(value: Any) -> Path:
+    """Return the ``directory`` in which to write; raise an OptionError for the name of a file of tensors."""
+    path = path_of_user(value, "directory")
+    if path.name.endswith((".bin", ".pt", ".pth", ".safetensors")) and not path.is_dir():
+        raise OptionError(
+            f"directory must be a folder, in which files are written; got {str(path)!r}, the name of a file. Pass "
+            "another name, without the ending."
+        )
+    return path
+
+
 def _remote(url: str, name: str) -> RemotePath:
     try:
         from fsspec.core import url_to_fs

@@ -205,6 +205,8 @@ def read_commit(path: Path) -> Commit:
     file = path / COMMIT_NAME
     if not lexists(file):
         if path.exists():
+            if inside := numbers(path):
+                raise LoadError(f"{path} is a folder of checkpoints; pass one of them, as {path_of(path, inside[-1])}")
             raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished")
         if path.is_symlink():
             raise LoadError(f"{path} is a link to {os.readlink(path)}, which does not exist")

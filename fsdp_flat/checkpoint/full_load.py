@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.api import StateDictType
+from fsdp_flat.api import StateDictType, flag
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_NAME, adapters_of
 from fsdp_flat.checkpoint.consensus import LOADING, Consensus, compare_names
 from fsdp_flat.checkpoint.files import lexists, local_file, path_of_user
@@ -86,6 +86,7 @@ def load_full(
     """
     together, until_met, sums = Consensus.of(model, LOADING), UntilRanksMeet(), 0
     with until_met:
+        flag(strict, "strict")
         path, given_path = path_of_user(path, "path"), str(path)
         if not path.exists() and _HUB_NAME.match(given_path) and not path.parent.exists():
             raise LoadError(

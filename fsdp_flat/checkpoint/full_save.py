@@ -14,9 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.api import flag
 from fsdp_flat.checkpoint.adapter_files import ADAPTER_CONFIG_NAME, ADAPTER_NAME, Adapters, adapters_of
 from fsdp_flat.checkpoint.consensus import SAVING, Consensus
-from fsdp_flat.checkpoint.files import path_of_user
+from fsdp_flat.checkpoint.files import folder_of_user
 from fsdp_flat.checkpoint.format import Records
 from fsdp_flat.checkpoint.full_entries import ADAPTER_CHECKSUMS_NAME, CHECKSUMS_NAME, Entry, entries_of, no_values
 from fsdp_flat.checkpoint.progress import progress_bar
@@ -294,6 +295,7 @@ def save_full(
     with until_met:
         replicated = ReplicatedTensors(model)
         prints = json.dumps(replicated.fingerprints, sort_keys=True)
+        flag(trainable_only, "trainable_only"), flag(spread, "spread")
         if push_to_hub is not None:
             hub_api = hub_api or _new_hub_api()
         if isinstance(max_file_bytes, str):
@@ -309,7 +311,7 @@ def save_full(
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if _is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
-        path = path_of_user(directory, "directory")
+        path = folder_of_user(directory)
         adapters = adapters_of(model) if trainable_only else None
         plan = _planned(entries, path, max_file_bytes) if adapters is None else _by_adapter(entries, path, adapters)
         files = list(plan)

@@ -50,6 +50,7 @@ from fsdp_flat.runtime import (
     precision_of_policy,
     resolve_ignored,
     unit_record,
+    with_known_arguments,
 )
 from fsdp_flat.user_warnings import warn_user
 
@@ -131,6 +132,7 @@ def fully_shard(
 ) -> list[FSDPModule]: ...
 
 
+@with_known_arguments
 def fully_shard(
     module: Any,
     *,

@@ -5,6 +5,7 @@ from fsdp_flat.runtime.arguments import (
     check_callable,
     listed,
     precision_of_policy,
+    with_known_arguments,
 )
 from fsdp_flat.runtime.buffer_averages import average_buffers, persistent_buffers
 from fsdp_flat.runtime.build import (

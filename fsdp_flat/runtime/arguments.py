@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from fsdp_flat.api import CPUOffload, MixedPrecision, is_a
+from fsdp_flat.api import CPUOffload, MixedPrecision, flag, is_a
 from fsdp_flat.core.options import Precision, SyncStates
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def listed(name: str, value: Any, is_valid: Callable[[Any], bool], what: str) -> list[Any]:
@@ -32,6 +36,23 @@ def _shown(value: object) -> str:
     if isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
     return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def with_known_arguments(function: _Function) -> _Function:
+    """Have a function, the constructor or ``fully_shard``, name what it takes if it is called with another keyword."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if unknown := sorted(kwargs.keys() - set(known)):
+            raise OptionTypeError(
+                f"{function.__qualname__.removesuffix('.__init__')} has no argument {unknown[0]!r}; it takes "
+                f"{', '.join(known)}. Section 'From the wrapper to fully_shard' of docs/migrating.md has the arguments "
+                "of both."
+            )
+        return function(*args, **kwargs)
+
+    return cast(_Function, call)
 
 
 def check_callable(name: str, value: object) -> None:
@@ -103,9 +124,9 @@ def precision_from(value: Any) -> Precision:
         param_dtype=value.param_dtype,
         reduce_dtype=value.reduce_dtype or value.param_dtype,
         buffer_dtype=value.buffer_dtype,
-        keep_low_precision_grads=bool(value.keep_low_precision_grads),
-        cast_forward_inputs=bool(value.cast_forward_inputs),
-        cast_root_forward_inputs=bool(value.cast_root_forward_inputs),
+        keep_low_precision_grads=flag(value.keep_low_precision_grads, "MixedPrecision.keep_low_precision_grads"),
+        cast_forward_inputs=flag(value.cast_forward_inputs, "MixedPrecision.cast_forward_inputs"),
+        cast_root_forward_inputs=flag(value.cast_root_forward_inputs, "MixedPrecision.cast_root_forward_inputs"),
         master_dtype=getattr(value, "master_dtype", None),
         full_precision_modules=tuple(full),
         uncast_inputs=frozenset(uncast),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member_of
+from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy, flag, member_of
 from fsdp_flat.comm import (
     ShardingGroups,
     Strategy,
@@ -154,13 +154,13 @@ def _validated(arguments: Arguments, default: Callable[[], tuple[torch.device, b
         groups=groups,
         device=device,
         device_given=device_given,
-        use_orig_params=bool(arguments.use_orig_params),
+        use_orig_params=flag(arguments.use_orig_params, "use_orig_params"),
         backward_prefetch=prefetch,
-        forward_prefetch=bool(arguments.forward_prefetch),
-        limit_all_gathers=bool(arguments.limit_all_gathers),
+        forward_prefetch=flag(arguments.forward_prefetch, "forward_prefetch"),
+        limit_all_gathers=flag(arguments.limit_all_gathers, "limit_all_gathers"),
         sync_states=sync_states,
         precision=precision,
-        offload_params=bool(cpu_offload.offload_params),
+        offload_params=flag(cpu_offload.offload_params, "CPUOffload.offload_params"),
         param_init_fn=arguments.param_init_fn,
         mixed_precision=arguments.mixed_precision or MixedPrecision(),
         cpu_offload=cpu_offload,

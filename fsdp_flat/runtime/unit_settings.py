@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fsdp_flat.api import flag
 from fsdp_flat.comm import (
     AllGather,
     Allocate,
@@ -129,8 +130,9 @@ class UnitSettings(nn.Module):
 
         With True it also undoes :meth:`set_requires_all_reduce`.
         """
+        syncs = flag(requires_gradient_sync, "requires_gradient_sync")
         for unit in units_of(self, recurse=recurse):
-            unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
+            unit.control.sync_gradients = unit.policy.all_reduce = syncs
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sum gradients over the replicate group in later backwards, or over the shard group only (hybrid sharding).

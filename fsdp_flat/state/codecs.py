@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from fsdp_flat import api
-from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, flag, member_of
 from fsdp_flat.comm import P2PChannels
 from fsdp_flat.core import PLAIN, TensorAdapter, place_of, without_data
 from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
@@ -351,6 +351,8 @@ def _config(kind: StateDictType, given: Any, expected: type[Any]) -> Any:
     """Return ``given`` as this library's config, if it is another library's class of that name; defaults for None."""
     if given is not None and type(given).__name__ != expected.__name__:
         raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
+    for name, value in ({} if given is None else vars(given)).items():
+        flag(value, f"{expected.__name__}.{name}")
     if isinstance(given, expected):
         return given
     return expected(**{each.name: getattr(given, each.name) for each in fields(expected) if hasattr(given, each.name)})

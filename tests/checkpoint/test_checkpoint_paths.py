@@ -170,6 +170,21 @@ def test_a_url_made_a_path_or_an_empty_text_is_refused_where_a_path_is_due_and_n
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("save", [save_checkpoint, save_full])
+@on_ranks(2)
+def test_the_name_of_a_file_is_refused_where_a_folder_is_written(save: Any, tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    args = (model, tmp_path / "model.pt") if save is save_full else (tmp_path / "model.pt", model)
+    with pytest.raises(OptionError, match=r"directory must be a folder.*model\.pt', the name of a file"):
+        save(*args)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "model.pt").mkdir()
+    dist.barrier()
+    save(*args)
+    assert (tmp_path / "model.pt").is_dir()
+
+
 @on_ranks(2)
 def test_a_folder_of_torchs_checkpoints_is_named_by_load_checkpoint(tmp_path: Path) -> None:
     with peer_warnings_silenced():

@@ -69,6 +69,8 @@ def test_a_verified_checkpoint_is_described_and_an_altered_one_is_an_error(tmp_p
         verify_checkpoint(path)
     with pytest.raises(LoadError, match=r"step-00000006 does not exist; checkpoints there: 5"):
         verify_checkpoint(tmp_path / "step-00000006")
+    with pytest.raises(LoadError, match=r"is a folder of checkpoints; pass one of them, as .*step-00000005"):
+        verify_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("asked", [None, True])
