@@ -26,7 +26,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError, counted
 from fsdp_flat.guards.torch_functions import replace_at_first_unit
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Arguments, ShardedModule, check_gradients_set, clip_grads, unit_record
-from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.user_warnings import entered, warn_user
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -87,6 +87,7 @@ class FullyShardedDataParallel(ShardedModule):
     # The load in which the wrapper takes part.
     _load: state.ModelLoad | None = None
 
+    @runtime.with_known_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -212,6 +213,7 @@ class FullyShardedDataParallel(ShardedModule):
         # The outermost ones come first, and know those inside after their own call.
         return [wrapper for wrapper in wrappers if not root_only or wrapper.check_is_root()]
 
+    @entered
     @contextmanager
     def no_sync(self, mode: Literal["local", "sharded"] = "local") -> Generator[None, None, None]:
         """Accumulate gradients over several backwards; only on the root. Backward must be inside too.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fsdp_flat.comm import HostSwap
 from fsdp_flat.core import Step, graph_task_id, is_plain, local_of, modules_of, no_units, step_of, unit_of, units_of
 from fsdp_flat.errors import OptionError
-from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.user_warnings import entered
 
 
 class _Stored:
@@ -238,7 +237,9 @@ def storages_of(model: nn.Module, step: Step) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def offload_activations(model: nn.Module, *, keep: int = 1, min_nbytes: int = 1 << 16) -> AbstractContextManager[None]:
+@entered
+@contextmanager
+def offload_activations(model: nn.Module, *, keep: int = 1, min_nbytes: int = 1 << 16) -> Iterator[None]:
     """Keep what autograd saves in forwards inside the block in pinned host memory until backward needs it.
 
     Copies run beside compute: to the host while the next unit runs, and back during the backward of the unit after it.
@@ -261,36 +262,6 @@ def offload_activations(model: nn.Module, *, keep: int = 1, min_nbytes: int = 1 
         OptionError: (a ValueError) ``model`` is not one tree of several units, or ``keep`` or ``min_nbytes`` is
             negative.
     """
-    return _Block(partial(_offloading, model, keep=keep, min_nbytes=min_nbytes))
-
-
-class _Block(ContextDecorator, AbstractContextManager[None]):
-    """Enters a context that ``make`` makes; a block that nobody has entered says so when it is dropped."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[None]]) -> None:
-        self._make, self._is_used = make, False
-
-    def __enter__(self) -> None:
-        self._is_used, self._entered = True, self._make()
-        self._entered.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._entered.__exit__(*error)
-
-    def __call__(self, function: Any) -> Any:
-        self._is_used = True
-        return super().__call__(function)
-
-    def __del__(self) -> None:
-        if not self._is_used:
-            warn_user(
-                "offload_activations(model) was called and not entered, so it has moved nothing. Run the forward "
-                "inside its block: with offload_activations(model): loss = model(batch)."
-            )
-
-
-@contextmanager
-def _offloading(model: nn.Module, *, keep: int, min_nbytes: int) -> Iterator[None]:
     if not (isinstance(keep, int) and isinstance(min_nbytes, int) and keep >= 0 and min_nbytes >= 0):
         raise OptionError(f"keep and min_nbytes must be integers from 0; got keep={keep!r}, min_nbytes={min_nbytes!r}.")
     units = units_of(model)

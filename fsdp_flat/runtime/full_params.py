@@ -23,7 +23,7 @@ from fsdp_flat.core.step import step_of
 from fsdp_flat.core.unit import Unit, units_of
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.runtime.unit_record import FullParams, unit_record
-from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.user_warnings import entered, warn_user
 
 
 def all_gather_full(unit: Unit, of: Callable[[ParamGroup], torch.Tensor]) -> list[torch.Tensor]:
@@ -97,6 +97,7 @@ def full_params(
                 param_group.slots.show_unsharded()
 
 
+@entered
 @contextmanager
 def summon_full_params(
     module: nn.Module,

@@ -18,6 +18,7 @@ from fsdp_flat.core.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.unit_record import unit_record
+from fsdp_flat.user_warnings import entered
 
 
 class UnshardHandle:
@@ -115,6 +116,7 @@ def _run_member(
         raise
 
 
+@entered
 @contextmanager
 def unshard_for(module: nn.Module) -> Iterator[None]:
     """Unshard the parameters of the units at and below ``module`` inside the block, also for autograd.

@@ -37,7 +37,7 @@ from fsdp_flat.state.plain_states import is_wrapper, values_of
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of, rank_groups_of
 from fsdp_flat.state.state_placeholders import StatePlaceholder
 from fsdp_flat.state.state_settings import own_settings
-from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.user_warnings import entered, warn_user
 
 
 def set_state_dict_type(
@@ -90,6 +90,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     return found[0] if found else None  # type: ignore[return-value]
 
 
+@entered
 @contextmanager
 def state_dict_type(
     module: nn.Module,

@@ -280,6 +280,18 @@ def test_loading_another_state_dict_tells_what_to_load(which: str, kind: str) ->
     model.load_state_dict(some, strict=False)
 
 
+@pytest.mark.parametrize("kind", ["flat", "orig", "fully_shard"])
+@on_ranks(2)
+def test_an_empty_state_dict_is_told_to_be_that_of_other_ranks_than_the_first(kind: str) -> None:
+    """With ``rank0_only=True``; with ``strict=False`` it loaded nothing, and said nothing."""
+    model = fully() if kind == "fully_shard" else shard(seeded(), use_orig_params=kind == "orig")
+    assert "The state dict is empty, as rank0_only=True leaves it" in text_of(
+        RuntimeError, lambda: model.load_state_dict({})
+    )
+    with pytest.warns(UserWarning, match="has loaded nothing. The state dict is empty"):
+        model.load_state_dict({}, strict=False)
+
+
 @pytest.mark.parametrize("which", odd_states())
 @on_ranks(2)
 def test_a_file_with_another_state_dict_tells_the_same(which: str, tmp_path: Path) -> None:
@@ -399,6 +411,34 @@ WRONG_OPTIONS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fsdp_flat.fully_shard(seeded(), offload_policy=True),  # type: ignore[arg-type]
         "offload_policy must be an OffloadPolicy; got True. For example offload_policy=CPUOffloadPolicy().",
     ),
+    "a text that says no": (
+        lambda: FSDP(seeded(), use_orig_params="False"),  # type: ignore[arg-type]
+        "use_orig_params must be True or False; got 'False', a text, which counts as True in Python.",
+    ),
+    "a text that says no in an option object": (
+        lambda: FSDP(seeded(), cpu_offload=fsdp_flat.CPUOffload("no")),  # type: ignore[arg-type]
+        "CPUOffload.offload_params must be True or False; got 'no'",
+    ),
+    "a text that says no in a config of state dicts": (
+        lambda: FSDP.set_state_dict_type(
+            shard(seeded()),
+            fsdp_flat.StateDictType.FULL_STATE_DICT,
+            fsdp_flat.FullStateDictConfig(rank0_only="0"),  # type: ignore[arg-type]
+        ),
+        "FullStateDictConfig.rank0_only must be True or False; got '0'",
+    ),
+    "a text that says no in a switch": (
+        lambda: fully().set_requires_gradient_sync("off"),
+        "requires_gradient_sync must be True or False; got 'off'",
+    ),
+    "an argument of the wrapper": (
+        lambda: fsdp_flat.fully_shard(seeded(), sharding_strategy="FULL_SHARD"),  # type: ignore[call-overload]
+        "fully_shard has no argument 'sharding_strategy'; it takes module, mesh, reshard_after_forward, ",
+    ),
+    "an argument of fully_shard": (
+        lambda: FSDP(seeded(), mesh=None),  # type: ignore[call-arg]
+        "FullyShardedDataParallel has no argument 'mesh'; it takes module, process_group, ",
+    ),
     "a mesh by shape": (
         lambda: fsdp_flat.fully_shard(seeded(), mesh=(2,)),  # type: ignore[arg-type]
         "mesh must be a DeviceMesh; got (2,). For example mesh=torch.distributed.device_mesh.init_device_mesh(",
@@ -412,3 +452,8 @@ def test_an_option_of_a_wrong_type_is_answered_with_an_example(which: str) -> No
     """``mixed_precision="bf16"`` and ``cpu_offload=True`` name the class; now its use too."""
     call, wanted = WRONG_OPTIONS[which]
     assert text_of(OptionTypeError, call).startswith(wanted)
+
+
+@on_ranks(2)
+def test_a_text_that_says_yes_is_taken_as_on_fsdp1() -> None:
+    assert isinstance(FSDP(seeded(), use_orig_params="True").module, nn.Module)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_flat import offload_activations
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType, offload_activations, unshard_for
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.core import step_of, units_of
 from fsdp_flat.errors import OptionError
@@ -244,9 +246,16 @@ def test_a_model_without_layers_of_its_own_units_is_refused(rank: int) -> None:
 @on_ranks(2)
 def test_a_block_that_is_called_and_never_entered_says_so_where_it_is_called() -> None:
     model = sharded("wrapper")
-    with pytest.warns(UserWarning, match="called and not entered") as told:
-        offload_activations(model)
-    assert told[0].filename == __file__
+    for block in (
+        offload_activations,
+        unshard_for,
+        FSDP.summon_full_params,
+        FSDP.no_sync,
+        partial(FSDP.state_dict_type, state_dict_type=StateDictType.SHARDED_STATE_DICT),
+    ):
+        with pytest.warns(UserWarning, match="called and not entered") as told:
+            block(model)
+        assert told[0].filename == __file__
 
     @offload_activations(model)
     def forward() -> torch.Tensor:
