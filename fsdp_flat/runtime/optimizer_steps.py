@@ -40,7 +40,7 @@ class _Steps:
         register_optimizer_step_post_hook(self._after_step)
 
     @dynamo_disabled_here
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         ids = list(map(id, params))
         if optimizer not in self.known or self.known[optimizer][0] != ids:
@@ -55,7 +55,9 @@ class _Steps:
             if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self._forget)
         groups = self.known[optimizer][1]
-        if waiting := [group for group in groups if group.grads.waiting is not None]:
+        has_closure = any(each is not None for each in (*args[1:], *kwargs.values()))  # the last backward may be in it
+        waiting = [] if has_closure else [group for group in groups if group.grads.waiting is not None]
+        if waiting:
             _check_reduced(optimizer, waiting)
         for group in groups:
             group.note_update()  # a closure may run a forward in the step, which is then not the current one any more
