@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -222,12 +224,22 @@ def _accelerate_plugin(module: ModuleType) -> None:
 
 
 def _transformers_arguments(module: ModuleType) -> None:
-    """Set ``use_cpu`` where FSDP is asked for, without which transformers refuses bf16 on CPUs."""
+    """Set ``use_cpu`` where FSDP is asked for, without which transformers refuses bf16 on CPUs; name unknown keys."""
 
     @_replace(module.TrainingArguments, "__post_init__")
     def make(theirs: Any, self: Any) -> None:
         self.use_cpu = self.use_cpu or bool(self.fsdp) or "ACCELERATE_USE_FSDP" in os.environ
         theirs(self)
+        # transformers has no list of the keys, and ignores others: those that its source nowhere has.
+        given, source = self.fsdp_config, inspect.getsource(module)
+        unknown = (
+            [key for key in given if not re.search(rf"\b{re.escape(key)}\b", source)] if isinstance(given, dict) else []
+        )
+        if unknown:
+            warn_user(
+                f"fsdp_config has keys that transformers does not read, so they change nothing: {', '.join(unknown)}. "
+                "The documentation of TrainingArguments lists those of fsdp_config; accelerate's have other names."
+            )
 
 
 # -- Lightning and Fabric ---------------------------------------------------------------------------------------------

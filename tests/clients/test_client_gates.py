@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate.state
@@ -101,6 +103,17 @@ def test_a_version_that_is_not_known_is_warned_of(monkeypatch: pytest.MonkeyPatc
 def test_a_script_that_no_launcher_started_is_told_that_it_does_not_shard() -> None:
     with fsdp_flat.installed(), pytest.warns(UserWarning, match="without sharding .*torchrun or accelerate launch"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+@IGNORED
+def test_a_key_of_the_trainers_config_that_transformers_does_not_read_is_warned_of(tmp_path: Path) -> None:
+    """As accelerate's ``offload_params``, which the Trainer calls ``cpu_offload``: nothing was offloaded."""
+    known = {"version": 1, "transformer_layer_cls_to_wrap": ["Block"], "limit_all_gathers": True, "cpu_offload": True}
+    (tmp_path / "fsdp.json").write_text(json.dumps({"fsdp_offload_params": True, "fsdp_use_orig_params": True}))
+    with fsdp_flat.installed():
+        TrainingArguments(output_dir=str(tmp_path), fsdp=True, fsdp_config=known)
+        with pytest.warns(UserWarning, match="does not read, so they change nothing: offload_params. The doc"):
+            TrainingArguments(output_dir=str(tmp_path), fsdp=True, fsdp_config=str(tmp_path / "fsdp.json"))
 
 
 @IGNORED
