@@ -112,8 +112,6 @@ def write_checkpoint(source: StoredCheckpoint, path: Path, kind: str, options: W
         )
     if kind != "safetensors" and (options.config is not None or options.dtype is not None):
         raise OptionError("--config and --dtype are for --to safetensors.")
-    if kind not in ("dcp", "sharded") and options.num_ranks > 1:
-        raise OptionError(f"--ranks is for --to dcp and --to sharded; got {options.num_ranks} with --to {kind}.")
     if kind in ("full", "safetensors") or (options.model_only and kind != "sharded"):
         source = source.below(source.model_keys(options.key))
     partial_path = path.with_name(f"{path.name}.partial")

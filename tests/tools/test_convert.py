@@ -165,11 +165,6 @@ def test_nothing_is_left_after_a_failure_and_nothing_is_overwritten(peer_files: 
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
     status, _, errors = run("convert", peer_files / "hub", copy, "--to", "dcp")
     assert (status, errors) == (2, f"fsdp-flat convert: {copy} exists; name a file or folder to make.\n")
-    status, _, errors = run("convert", peer_files / "hub", tmp_path / "out", "--to", "safetensors", "--ranks", "4")
-    assert (status, errors.split(": ")[1]) == (
-        2,
-        "--ranks is for --to dcp and --to sharded; got 4 with --to safetensors.\n",
-    )
 
 
 def test_what_a_kind_cannot_hold_is_named(tmp_path: Path, run: Run) -> None:

@@ -262,7 +262,7 @@ def test_an_initialisation_that_fails_on_one_rank_stops_the_others_too(rank: int
         module.to_empty(device="cpu", recurse=False)
 
     if rank == 1:
-        with pytest.raises(KeyError):
+        with pytest.warns(UserWarning, match=r"param_init_fn, called with module '' \("), pytest.raises(KeyError):
             FSDP(model, param_init_fn=init)
     else:
         told = message(PeerFailureError, RuntimeError, lambda: FSDP(model, param_init_fn=init))
