@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from benchmarks.runner import measure, where
-from benchmarks.spec import IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
-from benchmarks.tables import write_table
+from benchmarks.spec import ALL, IMPLEMENTATIONS, OVER_HOSTS, PRESETS, Setting
+from benchmarks.tables import describe, save_results, states_table, step_table
 
 FLAGS = list(fields(Setting))
 
@@ -23,12 +22,8 @@ def main(argv: list[str] | None = None) -> Path:
         help="sizes; other flags override single ones (default: compute, or communication with --hosts 2)",
     )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
-    parser.add_argument(
-        "--only", nargs="+", choices={**IMPLEMENTATIONS, **OVER_HOSTS}, help="implementations (default: all)"
-    )
-    parser.add_argument(
-        "--states", action="store_true", help="save and load state dicts of every kind, instead of steps"
-    )
+    parser.add_argument("--only", nargs="+", choices=ALL, help="implementations (default: all)")
+    parser.add_argument("--states", action="store_true", help="save and load state dicts, instead of steps")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON and table")
     parser.add_argument("--name", help="name of the files (default: made from the flags)")
     for field in FLAGS:
@@ -45,22 +40,16 @@ def main(argv: list[str] | None = None) -> Path:
         changed, preset = {"ranks": 4, **changed}, args.preset or "communication"
     setting = replace(PRESETS[preset], **changed)
     names = args.only or list(IMPLEMENTATIONS if setting.hosts == 1 else OVER_HOSTS)
-    results = measure(
-        names,
-        setting,
-        rounds=args.rounds,
-        states=args.states,
-        say=lambda line: print(line, flush=True),
-    )
-    results = {"setting": asdict(setting), "where": where(), **results}
+    results = {
+        "setting": asdict(setting),
+        "where": where(),
+        **measure(names, setting, rounds=args.rounds, states=args.states),
+    }
     name = args.name or "-".join(
         [preset, *["states"] * args.states, *(f"{key}{value:d}" for key, value in changed.items())]
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{name}.json"
-    path.write_text(json.dumps(results, indent=1))
-    print(write_table(results, args.out / f"{name}.md"))
-    return path
+    table = "\n".join(filter(None, (describe(results), step_table(results), states_table(results))))
+    return save_results(args.out, name, results, table)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ Comprehensions and lambdas of Python 3.11 are functions too.
 
 from __future__ import annotations
 
-import functools
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,9 +21,11 @@ from torch import nn
 from torch.distributed import fsdp
 
 import fsdp_flat
-from fsdp_flat import FullyShardedDataParallel, fully_shard, load_checkpoint, save_checkpoint
+from benchmarks.implementations import quiet, shard
+from benchmarks.runner import on_ranks
+from benchmarks.spec import IMPLEMENTATIONS, Implementation
+from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.guards import guards_off
-from fsdp_flat.wrap import ModuleWrapPolicy
 
 PACKAGE = Path(fsdp_flat.__file__).parent
 TORCH = Path(torch.__file__).parent / "distributed"
@@ -100,30 +100,18 @@ class Watched(nn.Module):
         return self.last(x)
 
 
-def flat(model: nn.Module, *, use_orig_params: bool) -> nn.Module:
-    """Wrap every block."""
-    policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-
-
-def rows(model: nn.Module) -> nn.Module:
-    """Call ``fully_shard`` on every block and on the model."""
-    for child in model.children():
-        fully_shard(child)
-    return fully_shard(model)
-
-
-FRONTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "wrapper, use_orig_params=False": functools.partial(flat, use_orig_params=False),
-    "wrapper, use_orig_params=True": functools.partial(flat, use_orig_params=True),
-    "fully_shard": rows,
+FRONTS = {
+    "wrapper, use_orig_params=False": IMPLEMENTATIONS["flat-full-flat"],
+    "wrapper, use_orig_params=True": IMPLEMENTATIONS["flat-full-orig"],
+    "fully_shard": IMPLEMENTATIONS["flat-fully-shard"],
 }
 
 
-def entered_in_steps(wrap: Callable[[nn.Module], nn.Module]) -> Entered:
+def entered_in_steps(front: Implementation) -> Entered:
     """Train a few steps, and return what the middle block entered in the last of them. Every rank must call this."""
+    torch.manual_seed(0)
     watched = Watched()
-    entered, model = watched.entered, wrap(watched)
+    entered, model = watched.entered, shard(front, watched, {Block})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(_STEPS_BEFORE + _STEPS):
         if step == _STEPS_BEFORE:
@@ -149,13 +137,10 @@ def summary(entered: Entered, times: int = _STEPS) -> str:
     )
 
 
-def trained(library: Any, *, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
-    """Return a model that is sharded by fsdp_flat or torch's FSDP1, and its optimizer, after one step."""
+def trained(each: Implementation) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a sharded model and its optimizer, after one step."""
     torch.manual_seed(0)
-    policy = library.wrap.ModuleWrapPolicy({Block})
-    model = library.FullyShardedDataParallel(
-        Watched(), auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
+    model = shard(each, Watched(), {Block})
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, _WIDTH)).sum().backward()
     optimizer.step()
@@ -197,12 +182,12 @@ def dcp_checkpoints(model: Any, optimizer: torch.optim.Optimizer, folder: str) -
 
 def entered_in_states(folder: str) -> Iterator[tuple[str, Entered]]:
     """Yield what the second save, or load, of each kind enters. Every rank must iterate."""
-    for use_orig_params in (False, True):
-        setting = f"use_orig_params={use_orig_params}"
-        model, optimizer = trained(fsdp_flat, use_orig_params=use_orig_params)
-        calls = state_dicts(fsdp_flat, model, optimizer) | checkpoints(model, optimizer, f"{folder}/{setting}")
-        yield from _entered_by(calls, setting, PACKAGE)
-    model, optimizer = trained(fsdp, use_orig_params=True)
+    for name in ("flat-full-flat", "flat-full-orig"):
+        each = IMPLEMENTATIONS[name]
+        model, optimizer = trained(each)
+        calls = state_dicts(fsdp_flat, model, optimizer) | checkpoints(model, optimizer, f"{folder}/{name}")
+        yield from _entered_by(calls, f"use_orig_params={each.use_orig_params}", PACKAGE)
+    model, optimizer = trained(IMPLEMENTATIONS["fsdp1-full-orig"])
     yield from _entered_by(state_dicts(fsdp, model, optimizer), "torch's FSDP1", TORCH / "fsdp")
     yield from _entered_by(dcp_checkpoints(model, optimizer, folder), "torch's DCP", TORCH / "checkpoint")
 
@@ -219,39 +204,34 @@ def _entered_by(calls: dict[str, Callable[[], Any]], setting: str, package: Path
         yield f"{name}, {setting}", entered
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the counts of each front on two ranks, with guards and without; with ``--list`` the functions too."""
-    flags = sys.argv[1:] if argv is None else argv
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with tempfile.TemporaryDirectory() as folder:
-        on_rank = functools.partial(_count_states, folder=folder) if "--states" in flags else _count_steps
-        torch.multiprocessing.spawn(_on_rank, (2, store.port, on_rank, "--list" in flags), 2)
+def count_states(_rank: int, lists: bool, folder: str) -> list[str]:
+    """Return lines on saves and loads, with the functions of each if they are listed. Every rank must call this."""
+    with quiet():
+        return [
+            line
+            for title, entered in entered_in_states(folder)
+            for line in (f"{title}: {summary(entered, 1)}", *(entered.lines(1) if lists else ()))
+        ]
 
 
-def _on_rank(rank: int, size: int, port: int, count: Callable[[int, bool], None], lists: bool) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    count(rank, lists)
-    torch.distributed.destroy_process_group()
-
-
-def _count_states(rank: int, lists: bool, *, folder: str) -> None:
-    warnings.simplefilter("ignore")  # torch's, of its own deprecated classes
-    for title, entered in entered_in_states(folder):
-        if rank == 0:
-            print(f"{title}: {summary(entered, 1)}", *(entered.lines(1) if lists else ()), sep="\n")
-
-
-def _count_steps(rank: int, lists: bool) -> None:
-    for name, wrap in FRONTS.items():
-        torch.manual_seed(0)
+def count_steps(_rank: int, lists: bool) -> list[str]:
+    """Return lines on a step of each front, with guards and without. Every rank must call this."""
+    found = []
+    for name, front in FRONTS.items():
         for guards in (True, False):
             with nullcontext() if guards else guards_off():
-                entered = entered_in_steps(wrap)
-            if rank == 0:
-                title = name if guards else f"{name}, without guards"
-                print(f"{title}: {summary(entered)}", *(entered.lines() if lists else ()), sep="\n")
+                entered = entered_in_steps(front)
+            title = name if guards else f"{name}, without guards"
+            found += [f"{title}: {summary(entered)}", *(entered.lines() if lists else ())]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the counts on two ranks; with ``--list`` the functions too."""
+    flags = sys.argv[1:] if argv is None else argv
+    with tempfile.TemporaryDirectory() as folder:
+        count, arguments = (count_states, [folder]) if "--states" in flags else (count_steps, [])
+        print(*on_ranks(count, 2, "--list" in flags, *arguments)[0], sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.decoder import Decoder
-from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, PEERS, ROWS, Row, next_to_run, shard
+from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, ROWS, Row, next_to_run, sharded
 from benchmarks.implementations import quiet
 from benchmarks.link import CudaStreams, HostStreams, Link, pretended
-from benchmarks.runner import ROOT, where
-from benchmarks.tables import markdown, medians, ratios
+from benchmarks.runner import in_new_process, where
+from benchmarks.spec import peers_of
+from benchmarks.tables import markdown, medians, number, ratios
+
+say = partial(print, flush=True)
 
 
 def measure(name: str, row: Row, device: str, world: int) -> dict[str, float]:
@@ -58,17 +62,17 @@ def measure(name: str, row: Row, device: str, world: int) -> dict[str, float]:
 
 
 def _train(name: str, row: Row, device: torch.device, link: Link) -> dict[str, float]:
-    clock: _Clock = _DeviceClock(device) if device.type == "cuda" else _Clock()
+    clock = _Clock(device)
     torch.manual_seed(0)
     with device:
         plain = Decoder(row.model)
     num_parameters = sum(param.numel() for param in plain.parameters())
-    model = shard(name, plain, row, device)
+    model = sharded(name, plain, row, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     generator = torch.Generator().manual_seed(0)
     shape = (row.model.batch, row.model.seq + 1)
     tokens = torch.randint(0, row.model.vocab, shape, generator=generator).to(device)
-    is_sharded = bool(IMPLEMENTATIONS[name].package)
+    is_sharded = IMPLEMENTATIONS[name].is_sharded
 
     def step() -> None:
         with nullcontext() if is_sharded else torch.autocast(device.type, torch.bfloat16):
@@ -81,12 +85,13 @@ def _train(name: str, row: Row, device: torch.device, link: Link) -> dict[str, f
 
     del plain
     gc.collect()
-    # Memory of the model before it was sharded would count as reserved.
-    clock.release_cached()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # memory of the model before it was sharded would count as reserved
     for _ in range(row.warmup):
         step()
     clock.synchronize()
-    clock.reset_peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     before = link.nbytes
     for _ in range(row.steps):
         clock.mark()
@@ -100,89 +105,49 @@ def _train(name: str, row: Row, device: torch.device, link: Link) -> dict[str, f
         begun = time.perf_counter()
         step()
         host.append(time.perf_counter() - begun)
-        held.append(clock.allocated())
+        held.append(clock.nbytes("allocated_bytes.all.current"))
     clock.synchronize()
-    memory = {"peak": clock.peak(), "reserved": clock.reserved(), "held": max(held), "drift": max(held) - min(held)}
     return {
         "step": statistics.median(times),
         "least": min(times),
         "host": statistics.median(host),
-        **memory,
+        "peak": clock.nbytes("allocated_bytes.all.peak"),
+        "reserved": clock.nbytes("reserved_bytes.all.peak"),
+        "held": max(held),
+        "drift": max(held) - min(held),
         "sent": sent,
         "parameters": num_parameters,
     }
 
 
 class _Clock:
-    """Measures time on the CPU, which has no memory statistics."""
+    """Measures time by events of a CUDA device, or on the CPU."""
 
-    def __init__(self) -> None:
-        self._marks: list[Any] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._marks = device, list[Any]()
 
     def mark(self) -> None:
         """Record the time at which everything issued so far is done."""
-        self._marks.append(time.perf_counter())
-
-    def seconds_between_marks(self) -> list[float]:
-        """Return the seconds from each mark to the next, once all are reached."""
-        return [later - earlier for earlier, later in zip(self._marks, self._marks[1:], strict=False)]
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record(torch.cuda.current_stream(self._device))
+        else:
+            self._marks.append(time.perf_counter())
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
-
-    def release_cached(self) -> None:
-        """Return memory without tensors from the allocator to the device."""
-
-    def reset_peak(self) -> None:
-        """Restart the recording of peak memory."""
-
-    def allocated(self) -> int:
-        """Return the bytes of tensors that are allocated now."""
-        return 0
-
-    def peak(self) -> int:
-        """Return the peak bytes of tensors since :meth:`reset_peak`."""
-        return 0
-
-    def reserved(self) -> int:
-        """Return the peak bytes reserved by the allocator since :meth:`reset_peak`."""
-        return 0
-
-
-class _DeviceClock(_Clock):
-    """Measures time with events of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append(event)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def seconds_between_marks(self) -> list[float]:
+        """Return the seconds from each mark to the next, once all are reached."""
         self.synchronize()
         pairs = zip(self._marks, self._marks[1:], strict=False)
-        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
+        return [a.elapsed_time(b) / 1e3 if self._device.type == "cuda" else b - a for a, b in pairs]
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-    def release_cached(self) -> None:
-        torch.cuda.empty_cache()
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reserved(self) -> int:
-        return torch.cuda.max_memory_reserved(self._device)
+    def nbytes(self, key: str) -> int:
+        """Return a figure of the allocator of a CUDA device; 0 on the CPU."""
+        return int(torch.cuda.memory_stats(self._device)[key]) if self._device.type == "cuda" else 0
 
 
 def gpu_table(results: Mapping[str, Any]) -> str:
@@ -198,17 +163,17 @@ def gpu_table(results: Mapping[str, Any]) -> str:
     header += ["peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
     table = []
     for name, row in rows.items():
-        peers = PEERS.get(name, ())
+        peers = peers_of(name, IMPLEMENTATIONS)
         table.append(
             [
                 IMPLEMENTATIONS[name].title,
                 f"{1e3 * row['step']:.1f}",
                 f"{1e3 * min(one[name]['least'] for one in kept['rounds']):.1f}",
-                _cell(ratios(kept, name, peers)),
+                number(ratios(kept, name, peers)),
                 f"{1e3 * row['host']:.1f}",
-                _cell(ratios(kept, name, peers, "host")),
+                number(ratios(kept, name, peers, "host")),
                 f"{row['peak'] / 1e6:.0f}",
-                _cell(ratios(kept, name, peers, "peak") if row["peak"] else None),
+                number(ratios(kept, name, peers, "peak") if row["peak"] else None),
                 f"{row['reserved'] / 1e6:.0f}",
                 f"{row['held'] / 1e6:.1f}",
                 f"{max(one[name]['drift'] for one in kept['rounds']) / 1e6:.1f}",
@@ -216,10 +181,6 @@ def gpu_table(results: Mapping[str, Any]) -> str:
         )
     lines = [f"\n{IMPLEMENTATIONS[name].title} failed: `{error}`.\n" for name, error in failed.items()]
     return (markdown(header, table) if table else "") + "".join(lines)
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
 
 
 def describe(results: Mapping[str, Any]) -> str:
@@ -245,34 +206,6 @@ def gpu_page(results: Mapping[str, Any]) -> str:
     return "\n".join([describe(results), *map(row_text, results["rows"].values())])
 
 
-def _in_new_process(name: str, key: str, row: Row, device: str, world: int) -> dict[str, Any]:
-    job = {"name": name, "row": key, "gbps": row.gbps, "device": device, "world": world}
-    command = [sys.executable, "-m", "benchmarks.gpu", "--here", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
-    if done.returncode != 0:
-        return {"error": (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]}
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
-def _measure_round(
-    names: Sequence[str], index: int, run: Callable[[str], dict[str, Any]], say: Callable[[str], None]
-) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    # Reverse every other round, so that a device that slows down affects every implementation.
-    for name in names if index % 2 == 0 else reversed(names):
-        found[name] = one = run(name)
-        figures = one.get("error") or (
-            f"{1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of the host, {one['peak'] / 1e6:.0f} MB"
-        )
-        say(f"round {index + 1} {name}: {figures}")
-    return {name: found[name] for name in names}
-
-
-def default_folder() -> Path:
-    """Return the folder for results: ``$OUT`` if set, otherwise ``benchmarks/results``."""
-    return Path(os.environ.get("OUT") or "benchmarks/results")
-
-
 def _driver() -> str:
     """Return the version of the GPU's driver, or "unknown"."""
     try:
@@ -293,24 +226,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="models and links")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, default=None, help="implementations")
     parser.add_argument("--gbps", type=float, help="bandwidth of the link in GB/s for each row, instead of its own")
-    parser.add_argument("--out", type=Path, default=default_folder(), help="folder for JSON and tables")
-    parser.add_argument("--here", metavar="JOB", help="measure one implementation in this process and print the result")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT") or "benchmarks/results"),
+        help="folder for JSON and tables",
+    )
     args = parser.parse_args(argv)
-    if args.here:
-        job = json.loads(args.here)
-        row = replace(ROWS[job["row"]], gbps=job["gbps"])
-        print(json.dumps(measure(job["name"], row, job["device"], job["world"])))
-        return
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --device cpu --tiny tries the command out")
     if args.gbps is not None and args.gbps <= 0:
         parser.error(f"--gbps is a bandwidth above 0, got {args.gbps:g}")
     if args.minutes is not None and args.minutes <= 0:
         parser.error(f"--minutes is a time above 0, got {args.minutes:g}")
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
     few = FEW if args.minutes is not None else tuple(IMPLEMENTATIONS)
     rows: dict[str, Row] = {}
     names: dict[str, list[str]] = {}
@@ -334,14 +262,22 @@ def main(argv: list[str] | None = None) -> None:
     while (key := next_to_run(done, seconds, until - time.monotonic(), args.rounds)) is not None:
         row, begun = rows[key], time.monotonic()
         say(f"-- {key}")
-
-        def run(name: str, key: str = key, row: Row = row) -> dict[str, Any]:
-            if args.tiny:
-                return measure(name, row, args.device, args.world)
-            return _in_new_process(name, key, row, args.device, args.world)
-
+        found: dict[str, Any] = {}
+        # Reverse every other round, so that a device that slows down affects every implementation.
+        for name in names[key][:: -1 if done[key] % 2 else 1]:
+            arguments = name, row, args.device, args.world
+            try:
+                found[name] = one = measure(*arguments) if args.tiny else in_new_process(measure, *arguments)
+                figures = f"{1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of the host"
+                figures += f", {one['peak'] / 1e6:.0f} MB"
+            except Exception as error:  # of memory, or of a row that an implementation cannot run
+                if args.tiny:
+                    raise
+                figures = f"{type(error).__name__}: {error}".splitlines()[0]
+                found[name] = {"error": figures}
+            say(f"round {done[key] + 1} {name}: {figures}")
         measured = results["rows"].setdefault(key, {**asdict(row), "rounds": []})
-        measured["rounds"].append(_measure_round(names[key], done[key], run, say))
+        measured["rounds"].append({name: found[name] for name in names[key]})
         done[key] += 1
         seconds[key] = time.monotonic() - begun
         # Where one row takes longer than expected, so will the others.

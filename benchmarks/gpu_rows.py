@@ -2,78 +2,44 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.decoder import Decoder, DecoderBlock, DecoderSetting
-from benchmarks.implementations import quiet
+from benchmarks.implementations import shard
+from benchmarks.spec import OURS, TORCH, Implementation
 
 # Units ahead whose all-gathers explicit prefetch begins, in each direction.
 AHEAD = 2
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """Describes one way to shard a model.
-
-    Attributes:
-        title: its name in the table.
-        package: that of the classes; empty for a model that is not sharded.
-        is_wrapper: the interface is FSDP1's, not ``fully_shard``.
-        use_orig_params: of a wrapper.
-        prefetch: ``forward_prefetch=True``, or for ``fully_shard`` explicit prefetch of ``AHEAD`` units each way.
-    """
-
-    title: str
-    package: str = ""
-    is_wrapper: bool = False
-    use_orig_params: bool = True
-    prefetch: bool = False
-
-    @property
-    def is_ours(self) -> bool:
-        """True for fsdp_flat."""
-        return self.package == "fsdp_flat"
-
-
 def _variants(key: str, title: str, package: str) -> dict[str, Implementation]:
-    found = {}
-    for prefetch in (False, True):
-        for kind, use_orig_params in (("flat", False), ("orig", True)):
-            name = f"{key}-{kind}{'-prefetch' if prefetch else ''}"
-            text = f"{title}, use_orig_params={use_orig_params}{', forward_prefetch' if prefetch else ''}"
-            found[name] = Implementation(text, package, True, use_orig_params, prefetch)
-    return found
+    return {
+        f"{key}-{kind}{suffix}": Implementation(
+            f"{title}, use_orig_params={kind == 'orig'}{text}", package, True, kind == "orig", num_prefetched=num
+        )
+        for suffix, text, num in (("", "", 0), ("-prefetch", ", forward_prefetch", 1))
+        for kind in ("flat", "orig")
+    }
 
 
 def _fully_shard_variants(key: str, title: str, package: str) -> dict[str, Implementation]:
     explicit = f"{title}, explicit prefetch of {AHEAD} units"
     return {
         key: Implementation(title, package),
-        f"{key}-prefetch": Implementation(explicit, package, prefetch=True),
+        f"{key}-prefetch": Implementation(explicit, package, num_prefetched=AHEAD),
     }
 
 
-_PEER = "torch.distributed.fsdp"
 IMPLEMENTATIONS = {
     "local": Implementation("not sharded"),
-    **_variants("fsdp1", "torch FSDP1", _PEER),
-    **_fully_shard_variants("fsdp2", "torch fully_shard", _PEER),
-    **_variants("flat", "fsdp_flat", "fsdp_flat"),
-    **_fully_shard_variants("flat-fully-shard", "fsdp_flat fully_shard", "fsdp_flat"),
-}
-_TORCH = tuple(name for name, each in IMPLEMENTATIONS.items() if each.package == _PEER)
-# For each of fsdp_flat's, those of torch of which the best counts: all for the wrapper, fully_shard for fully_shard.
-PEERS = {
-    name: _TORCH if each.is_wrapper else tuple(peer for peer in _TORCH if not IMPLEMENTATIONS[peer].is_wrapper)
-    for name, each in IMPLEMENTATIONS.items()
-    if each.is_ours
+    **_variants("fsdp1", "torch FSDP1", TORCH),
+    **_fully_shard_variants("fsdp2", "torch fully_shard", TORCH),
+    **_variants("flat", "fsdp_flat", OURS),
+    **_fully_shard_variants("flat-fully-shard", "fsdp_flat fully_shard", OURS),
 }
 
 
@@ -160,61 +126,10 @@ def next_to_run(done: Mapping[str, int], seconds: Mapping[str, float], left_s: f
     return min(fitting, key=done.__getitem__, default=None)
 
 
-def shard(name: str, model: Decoder, row: Row, device: torch.device) -> nn.Module:
-    """Shard ``model`` by the implementation ``name``. Every rank must call this.
-
-    Args:
-        name: a key of ``IMPLEMENTATIONS``.
-        model: a fresh model, on ``device``.
-        row: how.
-        device: device of compute.
-    """
-    each = IMPLEMENTATIONS[name]
-    if row.compiled:
-        for block in model.blocks:
-            # The CPU tries out a row; compiling for it takes minutes.
-            block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
-    if not each.package:
-        return model
-    library: Any = importlib.import_module(each.package)
-    return (_wrapped if each.is_wrapper else _fully_sharded)(library, each, model, row, device)
-
-
-def _wrapped(library: Any, each: Implementation, model: Decoder, row: Row, device: torch.device) -> nn.Module:
-    policy = importlib.import_module(f"{each.package}.wrap").ModuleWrapPolicy({DecoderBlock})
-    # torch's pins offloaded shards, which a machine without an accelerator cannot do.
-    offloads = row.offload and (each.is_ours or device.type != "cpu")
-    with quiet():
-        wrapped: nn.Module = library.FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=policy,
-            sharding_strategy=library.ShardingStrategy["FULL_SHARD" if row.reshard else "SHARD_GRAD_OP"],
-            mixed_precision=library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-            cpu_offload=library.CPUOffload(offload_params=True) if offloads else None,
-            forward_prefetch=each.prefetch,
-            limit_all_gathers=True,
-            use_orig_params=each.use_orig_params,
-            device_id=device,
-        )
-    return wrapped
-
-
-def _fully_sharded(library: Any, each: Implementation, model: Decoder, row: Row, device: torch.device) -> nn.Module:
-    options: dict[str, Any] = {
-        "mesh": init_device_mesh(device.type, (torch.distributed.get_world_size(),)),
-        "mp_policy": library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-        "reshard_after_forward": row.reshard,
-    }
-    if row.offload:
-        options["offload_policy"] = library.CPUOffloadPolicy(pin_memory=device.type != "cpu")
-    units = list(model.blocks)
-    for block in units:
-        library.fully_shard(block, **options)
-    root: Any = library.fully_shard(model, **options)
-    if each.prefetch:
-        for index, unit in enumerate(units):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + AHEAD])
-            unit.set_modules_to_backward_prefetch(units[max(0, index - AHEAD) : index][::-1])
-        root.set_modules_to_forward_prefetch(units[:AHEAD])
-        root.set_modules_to_backward_prefetch(units[-AHEAD:][::-1])
-    return root
+def sharded(name: str, model: Decoder, row: Row, device: torch.device) -> Any:
+    """Shard a fresh model on ``device`` as a row says. Every rank must call this."""
+    for block in model.blocks if row.compiled else ():
+        # The CPU tries out a row; compiling for it takes minutes.
+        block.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+    each = replace(IMPLEMENTATIONS[name], strategy="FULL_SHARD" if row.reshard else "SHARD_GRAD_OP")
+    return shard(each, model, {DecoderBlock}, bf16=True, offload=row.offload, device=device)

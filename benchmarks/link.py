@@ -10,22 +10,25 @@ memory bandwidth, of which real collectives take some; the copies take the memor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-# Label of collectives in a trace: kernels that are launched inside it are those of the link.
+from fsdp_flat.comm import torch_comm
+
 _ALL_GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-class Moment:
+class Moment(NamedTuple):
     """Stands for an event on the CPU: ``seconds`` of simulated time at which a stream reached it."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    seconds: float
 
     def query(self) -> bool:
         """Return True: work on the CPU is done when it is issued."""
@@ -33,11 +36,7 @@ class Moment:
 
 
 class HostStream:
-    """Stands for a stream on the CPU. It runs nothing; it computes when work would end.
-
-    Attributes:
-        seconds: simulated time at which everything issued so far ends.
-    """
+    """Stands for a stream on the CPU: work issued so far ends at ``seconds`` of simulated time."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -49,10 +48,6 @@ class HostStream:
     def wait_event(self, event: Moment) -> None:
         """Start later work after ``event``."""
         self.seconds = max(self.seconds, event.seconds)
-
-    def spin(self, seconds: float) -> None:
-        """Be busy for some seconds."""
-        self.seconds += seconds
 
 
 class HostStreams:
@@ -69,18 +64,13 @@ class HostStreams:
         """Return the stream on which work is issued."""
         return self.current
 
-    @contextmanager
-    def on(self, stream: HostStream) -> Iterator[None]:
+    def on(self, stream: HostStream) -> AbstractContextManager[Any]:
         """Make a stream current inside the block."""
-        outer, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = outer
+        return mock.patch.object(self, "current", stream)
 
     def spin(self, seconds: float) -> None:
         """Keep the current stream busy for some seconds."""
-        self.current.spin(seconds)
+        self.current.seconds += seconds
 
 
 class CudaStreams:
@@ -147,14 +137,15 @@ class Link:
         world: number of ranks.
         gbps: bandwidth in 1e9 bytes a second; None for a link that takes no time.
         streams: :class:`CudaStreams` or :class:`HostStreams`.
+        copies: fill buffers, so that values stay finite.
 
     Attributes:
         stream: the stream of all collectives.
         nbytes: bytes carried so far.
     """
 
-    def __init__(self, world: int, gbps: float | None, streams: Any) -> None:
-        self._world, self._gbps, self._streams = world, gbps, streams
+    def __init__(self, world: int, gbps: float | None, streams: Any, *, copies: bool = True) -> None:
+        self._world, self._gbps, self._streams, self.copies = world, gbps, streams, copies
         self.stream = streams.new()
         self.nbytes = 0.0
 
@@ -179,6 +170,10 @@ class Link:
             output.copy_(whole[: output.numel()])
 
         return self._carry(copy, output, whole, full=whole, is_async=_is_async(kwargs))
+
+    def nothing(self, *_: Any, **__: Any) -> LinkWork:
+        """Stand for a collective whose output is not read."""
+        return LinkWork(self._streams, self.stream.record_event(), ())
 
     def _carry(
         self, copy: Callable[[], None], *tensors: torch.Tensor, full: torch.Tensor, is_async: bool
@@ -219,24 +214,14 @@ def pretended(world: int, link: Link | None = None) -> Iterator[Link]:
         world: number of ranks.
         link: by default one on the CPU that takes no time.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from fsdp_flat.comm import torch_comm
-
     link = Link(world, None, HostStreams()) if link is None else link
-    replaced: list[tuple[Any, str, Any]] = []
-    for names, function in ((_ALL_GATHERS, link.all_gather), (_REDUCE_SCATTERS, link.reduce_scatter)):
+    functions = dict.fromkeys(_ALL_GATHERS, link.all_gather) | dict.fromkeys(_REDUCE_SCATTERS, link.reduce_scatter)
+    if not link.copies:
+        functions = dict.fromkeys((*functions, "all_gather"), link.nothing)  # the last is that of torch's FSDP1 on CPUs
+    with ExitStack() as stack:
         for owner in (dist, torch_comm):
-            for name in names:
-                if hasattr(owner, name):
-                    replaced.append((owner, name, getattr(owner, name)))
-                    setattr(owner, name, function)
-    try:
+            for name in filter(partial(hasattr, owner), functions):
+                stack.enter_context(mock.patch.object(owner, name, functions[name]))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-        try:
-            yield link
-        finally:
-            dist.destroy_process_group()
-    finally:
-        for owner, name, original in replaced:
-            setattr(owner, name, original)
+        stack.callback(dist.destroy_process_group)
+        yield link

@@ -1,39 +1,39 @@
-"""Runs each job in fresh processes, in rounds that alternate between the implementations."""
+"""Runs tasks on new ranks, in rounds that alternate between the implementations."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from benchmarks.network import two_hosts
-from benchmarks.spec import Job, Setting
+from benchmarks.spec import Setting
+from benchmarks.worker import TIMEOUT, run_task
 
 ROOT = Path(__file__).parent.parent
-
-
-class JobError(RuntimeError):
-    """Reports that a rank of a job failed; the text is the end of its output."""
+_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def where() -> dict[str, Any]:
     """Return the machine and the versions, for the page."""
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
-        platform.processor(),
-    )
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
-        "cpu": model,
+        "cpu": next(names, platform.processor()),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -42,72 +42,44 @@ def where() -> dict[str, Any]:
     }
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+def on_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+    """Call ``function(rank, *arguments)`` on ranks of one thread in new processes; return the plain values it returns.
 
-
-def run_processes(job: Job, timeout_s: float = 900) -> list[dict[str, Any]]:
-    """Run one job in ``job.setting.ranks`` new single-threaded processes; return their results by rank.
-
-    Args:
-        job: the job.
-        timeout_s: seconds after which the job counts as failed.
-
-    Raises:
-        JobError: a rank failed or took too long.
-        NoNetworkError: two hosts were asked for, and this machine can make none.
+    It must be a function of a module, and raises here what it raises on a rank.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp_flat_bench_") as folder, ExitStack() as stack:
-        arguments = {"job": job.as_json(), "rank": None, "store": f"{folder}/store", "out": folder}
-        if job.setting.hosts > 1:
-            hosts = stack.enter_context(two_hosts(job.setting.gbit))
-            logs = [Path(folder) / f"host{host}.log" for host in (0, 1)]
-            program = ["-m", "benchmarks.worker", json.dumps(arguments)]
-            processes = hosts.start(job.setting.ranks // 2, program, logs, folder=ROOT)
-        else:
-            processes, logs = [], [Path(folder) / f"{rank}.log" for rank in range(job.setting.ranks)]
-            for rank, path in enumerate(logs):
-                own = {**arguments, "rank": rank, "out": f"{folder}/{rank}.json"}
-                program = [sys.executable, "-m", "benchmarks.worker", json.dumps(own)]
-                threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-                with path.open("wb") as log:
-                    processes.append(
-                        subprocess.Popen(
-                            program, cwd=ROOT, env={**os.environ, **threads}, stdout=log, stderr=subprocess.STDOUT
-                        )
-                    )
-        _wait(job, processes, logs, timeout_s)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.setting.ranks)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with mock.patch.dict(os.environ, _THREADS):
+        torch.multiprocessing.spawn(_on_rank, (function, num_ranks, store.port, arguments), num_ranks)
+    return [json.loads(store.get(f"result {rank}")) for rank in range(num_ranks)]
 
 
-def _wait(job: Job, processes: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        if any(process.poll() != 0 for process in processes):
+def _on_rank(rank: int, function: Callable[..., Any], num_ranks: int, port: int, arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    store.set(f"result {rank}", json.dumps(function(rank, *arguments)))
+    dist.destroy_process_group()
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a new process of its own; return what it returns, or raise what it raises."""
+    with ProcessPoolExecutor(1, torch.multiprocessing.get_context("spawn")) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def _on_two_hosts(task: str, name: str, setting: Setting) -> list[dict[str, Any]]:
+    """Run a task on ranks of two hosts; raises a NoNetworkError if this machine can make none."""
+    with tempfile.TemporaryDirectory() as folder, two_hosts(setting.gbit) as hosts:
+        logs = [Path(folder) / f"host{host}.log" for host in (0, 1)]
+        program = ["-m", "benchmarks.worker", json.dumps([task, name, asdict(setting), folder])]
+        processes = hosts.start(setting.ranks // 2, program, logs, folder=ROOT)
+        if sum(process.wait() != 0 for process in processes):
             tails = "\n".join(f"{log.stem}: {log.read_text()[-2000:]}" for log in logs)
-            raise JobError(f"{job.implementation}, {job.task}: a rank failed or took over {timeout_s} s.\n{tails}")
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            raise RuntimeError(f"{name}, {task}: a rank failed.\n{tails}")
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(setting.ranks)]
 
 
-def measure(
-    names: Sequence[str],
-    setting: Setting,
-    *,
-    rounds: int,
-    states: bool,
-    say: Callable[[str], None],
-) -> dict[str, Any]:
+def measure(names: Sequence[str], setting: Setting, *, rounds: int, states: bool) -> dict[str, Any]:
     """Time the steps of ``names`` in interleaved rounds and count bytes once; with ``states``, time state dicts.
 
     Returns:
@@ -116,24 +88,23 @@ def measure(
     """
 
     def run(name: str, task: str) -> list[dict[str, Any]]:
-        return run_processes(Job(name, task, setting))
+        if setting.hosts > 1:
+            return _on_two_hosts(task, name, setting)
+        return on_ranks(run_task, setting.ranks, task, name, setting)
 
     results: dict[str, Any] = {"rounds": [], "counts": {}, "states": []}
     for index in range(rounds):
         row: dict[str, Any] = {}
         # Reverse every other round, so that a machine that slows down affects every implementation.
         for name in names if index % 2 == 0 else reversed(names):
-            if states:
-                row[name] = run(name, "states")[0]
-                say(f"round {index + 1}/{rounds} {name}: {len(row[name])} kinds of state dicts")
-            else:
-                row[name] = _over_ranks(run(name, "time"))
-                say(f"round {index + 1}/{rounds} {name}: {1e3 * row[name]['step']:.1f} ms a step")
+            row[name] = run(name, "states")[0] if states else _over_ranks(run(name, "time"))
+            what = f"{len(row[name])} kinds of state dicts" if states else f"{1e3 * row[name]['step']:.1f} ms a step"
+            print(f"round {index + 1}/{rounds} {name}: {what}", flush=True)
         results["states" if states else "rounds"].append(row)
     for name in () if states else names:
         if name != "local":
             results["counts"][name] = _over_ranks(run(name, "count"))
-            say(f"counted {name}: {results['counts'][name]['sent'] / 1e6:.1f} MB sent a step")
+            print(f"counted {name}: {results['counts'][name]['sent'] / 1e6:.1f} MB sent a step", flush=True)
     return results
 
 

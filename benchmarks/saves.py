@@ -7,14 +7,12 @@ alternately, each into a new folder on one disk. A background save is measured u
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.implementations import quiet
-from benchmarks.model import GPT, batch_of, loss_of
-from benchmarks.runner import ROOT, where
-from benchmarks.spec import PRESETS
+from benchmarks.runner import on_ranks, where
+from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.tables import machine, markdown, save_results
+from benchmarks.worker import Training
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType, save_checkpoint
-from fsdp_flat.wrap import ModuleWrapPolicy
 
 NOTE = """\
 `python -m benchmarks.saves`: milliseconds of rank 0, medians of {rounds} rounds after one that is left out; until the
@@ -68,19 +65,13 @@ def _ways(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> dict[st
     return dict(zip(WAYS, (own, save, background, async_save), strict=True))
 
 
-def work(preset: str, rounds: int, folder: Path) -> None:
-    """Measure on one rank of a process group; rank 0 prints JSON."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    setting, rank = PRESETS[preset], dist.get_rank()
-    torch.manual_seed(0)
+def save_times(rank: int, setting: Setting, rounds: int, folder: str) -> dict[str, list[float]]:
+    """Return by way the median seconds until a save returns, and until it has ended. Every rank must call this."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     with quiet():
-        model = FSDP(GPT(setting), auto_wrap_policy=ModuleWrapPolicy({type(GPT(setting).blocks[0])}))
-        optimizer = torch.optim.Adam(model.parameters())
-        loss_of(model, batch_of(setting, rank, 0)).backward()
-        optimizer.step()
-        ways = _ways(model, optimizer, folder)
-        times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+        training = Training(IMPLEMENTATIONS["flat-full-flat"], setting, rank)
+        training.step()
+        ways = _ways(training.model, training.optimizer, Path(folder))
         for number in range(rounds + 1):
             for name, save in ways.items():
                 dist.barrier()
@@ -92,15 +83,10 @@ def work(preset: str, rounds: int, folder: Path) -> None:
                 dist.barrier()
                 times[name].append((returned, time.perf_counter() - begun))
             if rank == 0:
-                for path in folder.iterdir():
+                for path in Path(folder).iterdir():
                     shutil.rmtree(path)
             dist.barrier()
-    if rank == 0:
-        found = {
-            name: [statistics.median(each) for each in zip(*pairs[1:], strict=True)] for name, pairs in times.items()
-        }
-        print("RESULT " + json.dumps(found))
-    dist.destroy_process_group()
+    return {name: [statistics.median(each) for each in zip(*pairs[1:], strict=True)] for name, pairs in times.items()}
 
 
 def saves_table(results: dict[str, Any]) -> str:
@@ -119,19 +105,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--preset", default="communication", choices=list(PRESETS))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.work is not None:
-        work(args.preset, args.rounds, args.work)
-        return
     results: dict[str, Any] = {"rounds": args.rounds, "preset": args.preset, "ranks": {}, "where": where()}
     for ranks in args.ranks:
+        setting = replace(PRESETS[args.preset], ranks=ranks)
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-            command += ["benchmarks.saves", "--work", folder, "--preset", args.preset, "--rounds", str(args.rounds)]
-            output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
-        line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-        results["ranks"][ranks] = json.loads(line.removeprefix("RESULT "))
+            results["ranks"][ranks] = on_ranks(save_times, ranks, setting, args.rounds, folder)[0]
     save_results(args.out, "saves", results, saves_table(results))
 
 

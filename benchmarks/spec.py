@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -49,65 +49,89 @@ PRESETS = {
     "tiny": Setting(layers=24, width=48, heads=2, vocab=64, seq=16, batch=1, steps=20, warmup=5),
 }
 
-# Name: title on the page.
+
+@dataclass(frozen=True)
+class Implementation:
+    """Describes one way to shard a model.
+
+    Attributes:
+        title: its name in tables.
+        package: that of the classes; empty for a model that is not wrapped.
+        is_wrapper: the interface is FSDP1's, not ``fully_shard``.
+        use_orig_params: of a wrapper.
+        strategy: of a wrapper, or what is the same with ``fully_shard``.
+        has_budget: keep half of the parameters for backward.
+        between_hosts: name of the dtype in which bytes cross from host to host; by default that of the parameters.
+        num_prefetched: ``forward_prefetch=True``, or for ``fully_shard`` explicit prefetch of so many units each way.
+    """
+
+    title: str
+    package: str = ""
+    is_wrapper: bool = False
+    use_orig_params: bool = True
+    strategy: str = "FULL_SHARD"
+    has_budget: bool = False
+    between_hosts: str = ""
+    num_prefetched: int = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """True for what shards parameters."""
+        return self.package in (TORCH, OURS)
+
+    @property
+    def is_ours(self) -> bool:
+        """True for fsdp_flat."""
+        return self.package == OURS
+
+
+TORCH, OURS = "torch.distributed.fsdp", "fsdp_flat"
+_GRAD_OP, _HYBRID = "SHARD_GRAD_OP", "HYBRID_SHARD"
+_FLAT, _ORIG = "FULL_SHARD, use_orig_params=False", "FULL_SHARD, use_orig_params=True"
 IMPLEMENTATIONS = {
-    "local": "no communication",
-    "ddp": "DistributedDataParallel",
-    "fsdp1-full-flat": "torch FSDP1, FULL_SHARD, use_orig_params=False",
-    "fsdp1-full-orig": "torch FSDP1, FULL_SHARD, use_orig_params=True",
-    "fsdp1-grad-op": "torch FSDP1, SHARD_GRAD_OP, use_orig_params=True",
-    "fsdp2": "torch fully_shard",
-    "fsdp2-no-reshard": "torch fully_shard, reshard_after_forward=False",
-    "flat-full-flat": "fsdp_flat, FULL_SHARD, use_orig_params=False",
-    "flat-full-orig": "fsdp_flat, FULL_SHARD, use_orig_params=True",
-    "flat-grad-op": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=True",
-    "flat-budget": "fsdp_flat, FULL_SHARD with a budget of half the model, use_orig_params=True",
-    "flat-fully-shard": "fsdp_flat fully_shard",
-    "flat-fully-shard-budget": "fsdp_flat fully_shard, reshard_after_forward= half the model",
-    "flat-fully-shard-no-reshard": "fsdp_flat fully_shard, reshard_after_forward=False",
+    "local": Implementation("no communication"),
+    "ddp": Implementation("DistributedDataParallel", "torch.nn.parallel"),
+    "fsdp1-full-flat": Implementation(f"torch FSDP1, {_FLAT}", TORCH, True, use_orig_params=False),
+    "fsdp1-full-orig": Implementation(f"torch FSDP1, {_ORIG}", TORCH, True),
+    "fsdp1-grad-op": Implementation(f"torch FSDP1, {_GRAD_OP}, use_orig_params=True", TORCH, True, strategy=_GRAD_OP),
+    "fsdp2": Implementation("torch fully_shard", TORCH),
+    "fsdp2-no-reshard": Implementation("torch fully_shard, reshard_after_forward=False", TORCH, strategy=_GRAD_OP),
+    "flat-full-flat": Implementation(f"fsdp_flat, {_FLAT}", OURS, True, use_orig_params=False),
+    "flat-full-orig": Implementation(f"fsdp_flat, {_ORIG}", OURS, True),
+    "flat-grad-op": Implementation(f"fsdp_flat, {_GRAD_OP}, use_orig_params=True", OURS, True, strategy=_GRAD_OP),
+    "flat-budget": Implementation(
+        "fsdp_flat, FULL_SHARD with a budget of half the model, use_orig_params=True", OURS, True, has_budget=True
+    ),
+    "flat-fully-shard": Implementation("fsdp_flat fully_shard", OURS),
+    "flat-fully-shard-budget": Implementation(
+        "fsdp_flat fully_shard, reshard_after_forward= half the model", OURS, has_budget=True
+    ),
+    "flat-fully-shard-no-reshard": Implementation(
+        "fsdp_flat fully_shard, reshard_after_forward=False", OURS, strategy=_GRAD_OP
+    ),
 }
-
-
 # Those that ``--hosts 2`` measures, and two for which ranks of a host are a shard group.
 OVER_HOSTS = {
     **{name: IMPLEMENTATIONS[name] for name in ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")},
-    "fsdp1-hybrid": "torch FSDP1, HYBRID_SHARD, use_orig_params=True",
+    "fsdp1-hybrid": Implementation(f"torch FSDP1, {_HYBRID}, use_orig_params=True", TORCH, True, strategy=_HYBRID),
     **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-fully-shard")},
-    "flat-hybrid": "fsdp_flat, HYBRID_SHARD, use_orig_params=True",
-    "flat-full-bfloat16": "fsdp_flat, FULL_SHARD, bfloat16 between hosts",
-    "flat-full-int8": "fsdp_flat, FULL_SHARD, int8 between hosts",
+    "flat-hybrid": Implementation(f"fsdp_flat, {_HYBRID}, use_orig_params=True", OURS, True, strategy=_HYBRID),
+    **{
+        f"flat-full-{name}": Implementation(
+            f"fsdp_flat, FULL_SHARD, {name} between hosts", OURS, True, between_hosts=name
+        )
+        for name in ("bfloat16", "int8")
+    },
 }
+ALL = {**IMPLEMENTATIONS, **OVER_HOSTS}
 
 
-def is_fully_shard(name: str) -> bool:
-    """Return whether an implementation has FSDP2's interface."""
-    return name.startswith(("fsdp2", "flat-fully-shard"))
-
-
-def title_of(name: str) -> str:
-    """Return the title of an implementation on the page."""
-    return {**IMPLEMENTATIONS, **OVER_HOSTS}[name]
-
-
-@dataclass(frozen=True)
-class Job:
-    """Describes the work of one group of fresh processes.
-
-    Attributes:
-        implementation: a key of ``IMPLEMENTATIONS``.
-        task: "time", "count" (bytes sent, bytes alive) or "states" (state dicts).
-        setting: the setting.
-    """
-
-    implementation: str
-    task: str
-    setting: Setting
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the job as plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Job:
-        """Create the job from plain values: the inverse of :meth:`as_json`."""
-        return cls(values["implementation"], values["task"], Setting(**values["setting"]))
+def peers_of(name: str, implementations: Mapping[str, Implementation]) -> list[str]:
+    """Return those of torch with which one of fsdp_flat is compared: all for the wrapper, else ``fully_shard``."""
+    ours = implementations[name]
+    return [
+        key
+        for key, each in implementations.items()
+        if ours.is_ours and each.package == TORCH and each.strategy == ours.strategy
+        if ours.is_wrapper or not each.is_wrapper
+    ]

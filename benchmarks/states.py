@@ -1,126 +1,87 @@
-"""Saves and loads every kind of state dict, and measures the time."""
+"""Saves and loads full and sharded state dicts, and measures the time."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
 
-from benchmarks.spec import is_fully_shard
+from benchmarks.implementations import library_of
+from benchmarks.spec import Implementation
 
-Kind = tuple[str, Callable[[], Any], "Callable[[Any], Any] | None"]
+Save = Callable[[], Any]
+Load = Callable[[Any], Any]
 
 
-def measure_states(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int = 3) -> dict[str, Any]:
-    """Return median seconds by kind: "model full", "load model full", ...; the error as a string if a kind raised.
+def measure_states(
+    each: Implementation, model: Any, optimizer: torch.optim.Optimizer, repeats: int = 3
+) -> dict[str, float]:
+    """Return median seconds by kind: "model full", "load model full", ...
 
     Every rank must call this. The optimizer must have stepped.
     """
     results: dict[str, Any] = {}
-    for kind, save, load in _kinds(name, model, optimizer):
+    for kind, (save, load) in state_dicts(each, model, optimizer).items():
         results[kind] = _median(save, repeats)
-        if load is not None and not isinstance(results[kind], str):
-            state = save()
-            results[f"load {kind}"] = _median(lambda load=load, state=state: load(state), repeats)
+        results[f"load {kind}"] = _median(partial(load, save()), repeats)
     return results
 
 
-def _median(call: Callable[[], Any], repeats: int) -> float | str:
+def _median(call: Callable[[], Any], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         dist.barrier()
         begun = time.perf_counter()
-        try:
-            call()
-        except Exception as error:
-            return f"{type(error).__name__}: {str(error)[:200]}"
+        call()
         times.append(time.perf_counter() - begun)
     return statistics.median(times)
 
 
-def _kinds(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
-    if name in ("local", "ddp"):
-        yield "model full", lambda: {k: v.clone() for k, v in model.state_dict().items()}, model.load_state_dict
-        return
-    if is_fully_shard(name):
-        yield from _fsdp2_kinds(model, optimizer)
-        return
-    yield from _fsdp1_kinds(name, model, optimizer)
+def state_dicts(each: Implementation, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, tuple[Save, Load]]:
+    """Return by kind of state dict the functions that save and load it. Every rank must call each."""
+    if not each.is_sharded:
+        return {"model full": (lambda: {k: v.clone() for k, v in model.state_dict().items()}, model.load_state_dict)}
+    found: dict[str, tuple[Save, Load]] = {}
+    if not each.is_wrapper:
+        for kind in ("full", "sharded"):
+            options = dcp.StateDictOptions(full_state_dict=kind == "full")
+            found[f"model {kind}"] = (
+                partial(dcp.get_model_state_dict, model, options=options),
+                partial(dcp.set_model_state_dict, model, options=options),
+            )
+            found[f"optimizer {kind}"] = (
+                partial(dcp.get_optimizer_state_dict, model, optimizer, options=options),
+                partial(dcp.set_optimizer_state_dict, model, optimizer, options=options),
+            )
+        return found
+    library = library_of(each)
+    FSDP = library.FullyShardedDataParallel
 
+    def load_optimizer(state: Any) -> None:
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
 
-def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
-    if name.startswith("fsdp1"):
-        from torch.distributed import fsdp as library
-    else:
-        import fsdp_flat as library
-    FSDP, types = library.FullyShardedDataParallel, library.StateDictType
-
-    def of(form: str, **flags: bool) -> tuple[Any, ...]:
-        configs = (getattr(library, f"{form}{part}StateDictConfig") for part in ("", "Optim"))
-        return types[f"{form.upper()}_STATE_DICT"], *(config(offload_to_cpu=False, **flags) for config in configs)
-
-    settings = {
-        "full": of("Full"),
-        "full, rank 0": of("Full", rank0_only=True),
-        "sharded": of("Sharded"),
-        "local": of("Local"),
-        **({} if name.startswith("fsdp1") else {"boxes": of("Sharded", boxes=True)}),
-    }
-    for kind, setting in settings.items():
-
-        def typed(setting: Any = setting) -> Any:
-            return FSDP.state_dict_type(model, *setting)
-
-        def save(typed: Any = typed) -> Any:
-            with typed():
-                return model.state_dict()
-
-        def load(state: Any, typed: Any = typed) -> None:
-            with typed():
-                model.load_state_dict(state)
-
-        def save_optim(typed: Any = typed) -> Any:
-            with typed():
-                return FSDP.optim_state_dict(model, optimizer)
-
-        def load_optim(state: Any, typed: Any = typed) -> None:
-            with typed():
-                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
-
-        # Local state dicts need flat parameters; full ones are loaded from the same dict on every rank.
-        if kind == "local" and not name.endswith("flat"):
-            continue
-        yield f"model {kind}", save, None if kind == "full, rank 0" else load
-        if kind != "local":
-            yield f"optimizer {kind}", save_optim, None if kind == "full, rank 0" else load_optim
-
-
-def _fsdp2_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
-    from torch.distributed.checkpoint import state_dict as dcp
-
-    yield "model, the module's own", model.state_dict, model.load_state_dict
-    for kind, options in {
-        "full": dcp.StateDictOptions(full_state_dict=True),
-        "full, rank 0": dcp.StateDictOptions(full_state_dict=True, cpu_offload=True),
-        "sharded": dcp.StateDictOptions(),
-    }.items():
-        can_load = kind != "full, rank 0"
-        yield (
-            f"model {kind}",
-            lambda options=options: dcp.get_model_state_dict(model, options=options),
-            (lambda state, options=options: dcp.set_model_state_dict(model, state, options=options))
-            if can_load
-            else None,
+    for form in ("Full", "Sharded"):
+        configs = [getattr(library, f"{form}{part}StateDictConfig")(offload_to_cpu=False) for part in ("", "Optim")]
+        of_type = partial(_of_type, library, model, library.StateDictType[f"{form.upper()}_STATE_DICT"], configs)
+        found[f"model {form.lower()}"] = of_type(model.state_dict), of_type(model.load_state_dict)
+        found[f"optimizer {form.lower()}"] = (
+            of_type(partial(FSDP.optim_state_dict, model, optimizer)),
+            of_type(load_optimizer),
         )
-        yield (
-            f"optimizer {kind}",
-            lambda options=options: dcp.get_optimizer_state_dict(model, optimizer, options=options),
-            (lambda state, options=options: dcp.set_optimizer_state_dict(model, optimizer, state, options=options))
-            if can_load
-            else None,
-        )
+    return found
+
+
+def _of_type(library: Any, model: Any, kind: Any, configs: list[Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a call while a type of state dicts is chosen."""
+
+    def call_inside(*state: Any) -> Any:
+        with library.FullyShardedDataParallel.state_dict_type(model, kind, *configs):
+            return call(*state)
+
+    return call_inside

@@ -8,27 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.spec import title_of
-
-# For each fsdp_flat variant, the torch implementations; it is compared with the fastest of them in each round.
-PEERS = {
-    "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
-    "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
-    "flat-hybrid": ("fsdp1-hybrid",),
-    **dict.fromkeys(("flat-full-bfloat16", "flat-full-int8"), ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")),
-    "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
-    "flat-budget": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
-    "flat-fully-shard": ("fsdp2",),
-    "flat-fully-shard-budget": ("fsdp2",),
-    "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
-}
-# For each fsdp_flat variant, the torch implementation whose state dicts it is compared with.
-STATE_PEERS = {
-    "flat-full-flat": "fsdp1-full-flat",
-    "flat-full-orig": "fsdp1-full-orig",
-    "flat-fully-shard": "fsdp2",
-    "flat-fully-shard-no-reshard": "fsdp2-no-reshard",
-}
+from benchmarks.spec import ALL, TORCH, peers_of
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -53,7 +33,8 @@ def ratios(results: Mapping[str, Any], name: str, others: Sequence[str], key: st
     return statistics.median(row[name][key] / min(row[other][key] for other in others) for row in rows)
 
 
-def _number(value: float | None, form: str = ".2f") -> str:
+def number(value: float | None, form: str = ".2f") -> str:
+    """Return a number as text; an empty text for None."""
     return "" if value is None else format(value, form)
 
 
@@ -73,19 +54,16 @@ def step_table(results: Mapping[str, Any]) -> str:
     rows = []
     for name, row in medians(results).items():
         counts = results["counts"].get(name, {})
+        others = (["local"], ["ddp"], peers_of(name, ALL))
         rows.append(
             [
-                title_of(name),
-                *(_number(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
-                _number(ratios(results, name, ["local"])),
-                _number(ratios(results, name, ["ddp"])),
-                _number(ratios(results, name, PEERS.get(name, ()))),
-                *[_number(row.get("crossed", 0) / 1e6, ".1f")] * over_hosts,
-                _number(counts["sent"] / 1e6, ".1f") if counts else "",
-                _number(counts["alive"] / 1e6, ".1f") if counts else "",
-                _number(counts["shared"] / 1e6, ".1f") if counts.get("shared") else "",
-                _number(row["rss"] / 1e6, ".0f"),
-                _number(1e3 * row["wrap"], ".0f"),
+                ALL[name].title,
+                *(number(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
+                *(number(ratios(results, name, some)) for some in others),
+                *[number(row.get("crossed", 0) / 1e6, ".1f")] * over_hosts,
+                *(number(counts[key] / 1e6, ".1f") if counts.get(key) else "" for key in ("sent", "alive", "shared")),
+                number(row["rss"] / 1e6, ".0f"),
+                number(1e3 * row["wrap"], ".0f"),
             ]
         )
     return markdown(header, rows)
@@ -98,29 +76,27 @@ def states_table(results: Mapping[str, Any]) -> str:
         return ""
     names = list(rows[0])
     kinds = list(dict.fromkeys(kind for name in names for kind in rows[0][name]))
-    pairs = [(ours, theirs) for ours, theirs in STATE_PEERS.items() if ours in names and theirs in names]
+    pairs = [(ours, theirs) for ours in names for theirs in names if _has_the_same_states(ours, theirs)]
 
-    def cell(name: str, kind: str) -> str:
-        times = [row[name].get(kind) for row in rows]
-        if any(isinstance(time, str) for time in times):
-            return "fails"
-        return "" if None in times else _number(1e3 * statistics.median(times), ".1f")
+    def median(kind: str, of: str, over: str = "") -> float | None:
+        if kind not in rows[0][of] or (over and kind not in rows[0][over]):
+            return None
+        return statistics.median(row[of][kind] / row[over][kind] if over else 1e3 * row[of][kind] for row in rows)
 
     return markdown(
         ["state dict, ms", *names, *(f"x {theirs}" for _, theirs in pairs)],
         [
-            [kind, *(cell(name, kind) for name in names), *(_number(_of_peer(rows, kind, *pair)) for pair in pairs)]
+            [kind, *(number(median(kind, name), ".1f") for name in names), *(number(median(kind, *p)) for p in pairs)]
             for kind in kinds
         ],
     )
 
 
-def _of_peer(rows: Sequence[Mapping[str, Any]], kind: str, ours: str, theirs: str) -> float | None:
-    """Return the median over rounds of our time over FSDP1's; boxes are compared with its sharded state dicts."""
-    pairs = [(row[ours].get(kind), row[theirs].get(kind.replace("boxes", "sharded"))) for row in rows]
-    if not all(isinstance(one, float) and isinstance(other, float) for one, other in pairs):
-        return None
-    return statistics.median(one / other for one, other in pairs)
+def _has_the_same_states(ours: str, theirs: str) -> bool:
+    """Return whether state dicts of an implementation of fsdp_flat are compared with those of one of torch."""
+    a, b = ALL[ours], ALL[theirs]
+    is_same = (a.is_wrapper, a.use_orig_params, a.strategy) == (b.is_wrapper, b.use_orig_params, b.strategy)
+    return a.is_ours and b.package == TORCH and is_same and not a.has_budget
 
 
 def describe(results: Mapping[str, Any]) -> str:
@@ -148,16 +124,11 @@ def machine(results: Mapping[str, Any]) -> str:
     return f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
 
 
-def write_table(results: Mapping[str, Any], path: Path) -> str:
-    """Write the tables of ``results`` to ``path``, and return them."""
-    text = "\n".join(part for part in (describe(results), step_table(results), states_table(results)) if part)
-    path.write_text(text)
-    return text
-
-
-def save_results(folder: Path, name: str, results: Mapping[str, Any], table: str) -> None:
-    """Write what was measured as JSON, and its table, which is printed too."""
+def save_results(folder: Path, name: str, results: Mapping[str, Any], table: str) -> Path:
+    """Write what was measured as JSON, and its table, which is printed too; return the path of the JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1))
-    (folder / f"{name}.md").write_text(table)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1))
+    path.with_suffix(".md").write_text(table)
     print(table)
+    return path

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as bench
-from benchmarks import functions, saves, tables
+from benchmarks import functions, memory, saves, tables
 from benchmarks.counting import Counter
-from benchmarks.spec import IMPLEMENTATIONS, Setting
+from benchmarks.spec import ALL, IMPLEMENTATIONS, Setting, peers_of
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
 from tests.support import on_ranks
@@ -35,7 +35,7 @@ def test_a_run_writes_json_and_a_table(tmp_path: Path) -> None:
     assert all(row["step"] > 0 for row in results["rounds"][0].values())
     assert results["counts"]["flat-full-orig"]["sent"] > 0
     table = (tmp_path / "compute.md").read_text()
-    assert all(IMPLEMENTATIONS[name] in table for name in names)
+    assert all(IMPLEMENTATIONS[name].title in table for name in names)
 
 
 def test_ratios_are_taken_within_a_round_against_the_fastest_of_the_others() -> None:
@@ -52,27 +52,26 @@ def test_ratios_are_taken_within_a_round_against_the_fastest_of_the_others() -> 
     assert tables.medians(results)["local"] == {"step": 2.0}
 
 
+def test_each_of_ours_is_compared_with_those_of_torch_that_keep_as_much() -> None:
+    of_torch = {name for name in IMPLEMENTATIONS if name.startswith("fsdp")}
+    kept = {"fsdp1-grad-op", "fsdp2-no-reshard"}
+    assert set(peers_of("flat-full-orig", ALL)) == set(peers_of("flat-full-int8", ALL)) == of_torch - kept
+    assert set(peers_of("flat-grad-op", ALL)) == kept
+    assert peers_of("flat-hybrid", ALL) == ["fsdp1-hybrid"]
+    assert peers_of("flat-fully-shard-budget", ALL) == ["fsdp2"]
+    assert peers_of("fsdp2", ALL) == peers_of("local", ALL) == []
+
+
 @on_ranks(2)
 def test_every_kind_of_state_dict_is_saved_and_loaded_by_every_implementation_that_has_it(rank: int) -> None:
     setting = Setting(layers=1, width=16, heads=2, vocab=32, seq=8, batch=1)
-    for name in ("flat-full-flat", "flat-full-orig"):
-        training = Training(name, setting, rank)
+    kinds = {f"{what} {form}" for what in ("model", "optimizer") for form in ("full", "sharded")}
+    for name in ("flat-full-flat", "flat-full-orig", "fsdp2", "flat-fully-shard"):
+        training = Training(IMPLEMENTATIONS[name], setting, rank)
         training.step()
-        measured = measure_states(name, training.model, training.optimizer, repeats=1)
-        assert {key for key, value in measured.items() if isinstance(value, str)} == set()
-        kinds = {f"{what} {form}" for what in ("model", "optimizer") for form in ("full", "sharded", "boxes")}
-        kinds |= {"model local"} if name.endswith("flat") else set()
-        kinds |= {f"load {kind}" for kind in kinds} | {"model full, rank 0", "optimizer full, rank 0"}
-        assert set(measured) == kinds
-    of_fully_shard = []
-    for name in ("fsdp2", "flat-fully-shard"):
-        training = Training(name, setting, rank)
-        training.step()
-        measured = measure_states(name, training.model, training.optimizer, repeats=1)
-        assert {key for key, value in measured.items() if isinstance(value, str)} == set()
-        of_fully_shard.append(set(measured))
-    assert of_fully_shard[0] == of_fully_shard[1]
-    assert {"model sharded", "load model, the module's own"} <= of_fully_shard[0]
+        measured = measure_states(training.each, training.model, training.optimizer, repeats=1)
+        assert set(measured) == kinds | {f"load {kind}" for kind in kinds}
+        assert min(measured.values()) > 0
 
 
 @on_ranks(2)
@@ -127,3 +126,16 @@ def test_the_functions_of_each_save_and_load_are_counted_apart(tmp_path: Path) -
         assert expected in named[title]
         assert functions.summary(found[title], 1).split()[1] == "functions"
     assert "save_checkpoint" not in named["a load of a checkpoint, use_orig_params=False"]
+
+
+@pytest.mark.from_size("cover", "starts ranks, which import torch")
+@pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
+def test_a_row_of_the_memory_page_is_measured_and_planned() -> None:
+    small = Setting(layers=2, width=16, heads=2, vocab=32, seq=8, batch=4, steps=1, warmup=1)
+    (row,) = (row for row in memory.ROWS if row.title == "`FULL_SHARD`, bf16 compute")
+    title, counted, planned, host, milliseconds = memory.memory_row(row, small)
+    assert title == row.title
+    assert min(map(float, (counted, planned, milliseconds))) >= 0
+    assert host == ""
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    assert all(f"| {each.title} |" in page for each in memory.ROWS)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu
-from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, PEERS, ROWS, next_to_run
+from benchmarks.gpu_rows import FEW, IMPLEMENTATIONS, ROWS, next_to_run
 from benchmarks.link import HostStreams, Link, pretended
+from benchmarks.spec import peers_of
 from fsdp_flat.comm import torch_comm
 from tests.support import assert_equal
 
@@ -92,7 +93,7 @@ def test_collectives_run_in_order_on_one_stream_each_for_its_bytes() -> None:
     compute, other = streams.current, streams.new()
     full, own = torch.zeros(1000), torch.ones(250)
     seconds = 3000e-9
-    compute.spin(1.0)
+    streams.spin(1.0)
     first = link.all_gather(full, own, async_op=True)
     assert link.stream.seconds == pytest.approx(1.0 + seconds), "it starts after what was issued before"
     with streams.on(other):
@@ -151,7 +152,7 @@ def test_figures_are_compared_within_a_round_with_the_best_of_torchs() -> None:
     wrapper, ours = (next(line for line in lines if f"| {IMPLEMENTATIONS[name].title} |" in line) for name in PEERS_OF)
     assert "| 4000.0 | 1000.0 | 0.50 | 100.0 | 0.20 | 3 | 3.00 | 6 | 3.0 |" in wrapper
     assert "| 8000.0 | 2000.0 | 0.80 |" in ours, "fully_shard is compared with torch's fully_shard alone"
-    assert set(PEERS["flat-fully-shard"]) == {"fsdp2", "fsdp2-prefetch"}
+    assert set(peers_of("flat-fully-shard", IMPLEMENTATIONS)) == {"fsdp2", "fsdp2-prefetch"}
 
 
 PEERS_OF = ("flat-orig", "flat-fully-shard")

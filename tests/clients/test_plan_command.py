@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import planning
 from fsdp_flat.tools.command import main
 from fsdp_flat.tools.named_models import named_model
-from tests.benchmarks.test_planning_page import NUMBER, numbers_in
+from tests.tools.test_planning_page import OUTPUTS, ROOT, assert_shown
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "vocab_size": 4096}
@@ -75,11 +76,11 @@ def test_models_of_other_tasks_get_the_labels_that_they_take(
 
 def test_the_page_shows_the_largest_batch_that_the_command_finds() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    page = planning.PAGE.read_text()
-    shown, found = planning.outputs_of(page)["batch.txt"], planning.output_of_command(page)
+    command = OUTPUTS["batch.txt"].splitlines()[0]
+    words = [sys.executable, "-m", "fsdp_flat", *command.removeprefix("$ fsdp-flat ").split()]
+    found = subprocess.run(words, check=True, cwd=ROOT, capture_output=True, text=True).stdout
     assert "\nbatch: 4x8192, the largest that fits 80.0 GB\n" in found
-    assert NUMBER.sub("", shown) == NUMBER.sub("", found), "python -m benchmarks.planning"
-    assert numbers_in(shown) == pytest.approx(numbers_in(found), rel=0.03)
+    assert_shown("batch.txt", f"{command}\n{found}")
 
 
 def test_a_hub_model_of_tokens_asks_for_the_flag_in_one_line(

@@ -21,7 +21,7 @@ from tests.support import on_ranks
 OTHER_TESTS = {
     "checkpoints.md": "tests/site/test_first_page.py",
     "migrating.md": "tests/tools/test_migrating_guide.py",
-    "planning.md": "tests/benchmarks/test_planning_page.py",
+    "planning.md": "tests/tools/test_planning_page.py",
     "qlora.md": "tests/clients/test_qlora_page.py",
 }
 PAGES_WITH_CODE = [page for page in PAGES if page not in OTHER_TESTS and blocks_of(page)]
