@@ -157,9 +157,7 @@ class OneRank:
         with self.device:
             module: Any = build(WIDTH * FACTOR[where])
         shape = (ROWS * FACTOR[where], module.first.in_features)
-        self.model: Any = (_fully_sharded if front == "fully_shard" else _wrapped)(
-            module, front, self.device, **options
-        )
+        self.model: Any = _sharded(module, front, self.device, **options)
         trained = [param for param in self.model.parameters() if param.requires_grad]
         self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
         if offloads_states:
@@ -186,13 +184,8 @@ class OneRank:
         return context
 
 
-def _mesh(strategy: ShardingStrategy, device: torch.device) -> Any:
-    hybrid = strategy is ShardingStrategy.HYBRID_SHARD
-    return init_device_mesh(device.type, (2, NUM_RANKS // 2) if hybrid else (NUM_RANKS,))
-
-
-def _wrapped(
-    module: nn.Module,
+def _sharded(
+    module: Any,
     front: str,
     device: torch.device,
     *,
@@ -200,35 +193,25 @@ def _wrapped(
     budget: str = "",
     precision: MixedPrecision | None = None,
     offloads: bool = False,
+    num_ahead: int = 0,
     **kwargs: Any,
 ) -> nn.Module:
-    if strategy is ShardingStrategy.HYBRID_SHARD:
-        kwargs["device_mesh"] = _mesh(strategy, device)
-    return wrapped(
-        module,
-        auto_wrap_policy=BLOCKS,
-        use_orig_params=front == "originals",
-        sharding_strategy=f"{strategy.name}:{budget}" if budget else strategy,
-        mixed_precision=precision,
-        cpu_offload=CPUOffload(offload_params=offloads),
-        device_id=device,
-        **kwargs,
-    )
-
-
-def _fully_sharded(
-    module: Any,
-    _front: str,
-    device: torch.device,
-    *,
-    strategy: ShardingStrategy = FULL,
-    budget: str = "",
-    precision: MixedPrecision | None = None,
-    offloads: bool = False,
-    num_ahead: int = 0,
-) -> nn.Module:
+    is_hybrid = strategy is ShardingStrategy.HYBRID_SHARD
+    mesh = init_device_mesh(device.type, (2, NUM_RANKS // 2) if is_hybrid else (NUM_RANKS,))
+    if front != "fully_shard":
+        return wrapped(
+            module,
+            auto_wrap_policy=BLOCKS,
+            use_orig_params=front == "originals",
+            sharding_strategy=f"{strategy.name}:{budget}" if budget else strategy,
+            mixed_precision=precision,
+            cpu_offload=CPUOffload(offload_params=offloads),
+            device_id=device,
+            device_mesh=mesh if is_hybrid else None,
+            **kwargs,
+        )
     options: dict[str, Any] = {
-        "mesh": _mesh(strategy, device),
+        "mesh": mesh,
         "reshard_after_forward": budget or (False if strategy is GRAD_OP else None),
     }
     if precision is not None:
