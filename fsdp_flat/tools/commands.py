@@ -221,6 +221,7 @@ ReduceDtype = Annotated[
 
 @app.command("plan", epilog="Example: fsdp-flat plan train:build --ranks 8 --batch 4x2048 --tokens --fit 80GB")
 def _plan(
+    context: typer.Context,
     model: Model,
     ranks: NumRanks,
     batch: Annotated[str | None, typer.Option("--batch", help="Shape of a rank's input, as 4x2048, or auto.")] = None,
@@ -266,33 +267,13 @@ def _plan(
     """Answer whether training fits: bytes of a rank."""
     from fsdp_flat.tools.plan_command import PlanFlags, show_plan
 
-    flags = PlanFlags(
-        wrap=wrap,
-        strategy=strategy,
-        replicas=replicas,
-        api=api,
-        precision=precision,
-        reduce_dtype=reduce_dtype,
-        batch=batch,
-        tokens=tokens,
-        loss=loss,
-        optimizer=optimizer,
-        fused=fused,
-        recompute=recompute,
-        offload=offload,
-        offload_optimizer=offload_optimizer,
-        offload_activations=offload_activations,
-        accumulate=accumulate,
-        device=device,
-        fit=fit,
-        bandwidth=bandwidth,
-        flops=flops,
-    )
+    flags = PlanFlags.of(context.params)
     return show_plan(model, ranks, flags, allow_pickle=allow_pickle, as_json=as_json, picture=picture)
 
 
 @app.command("describe", epilog="Example: fsdp-flat describe train:build --ranks 8 --wrap Block")
 def _describe(
+    context: typer.Context,
     model: Model,
     ranks: NumRanks,
     wrap: Wrap = [],  # noqa: B006 (typer copies it)
@@ -307,7 +288,5 @@ def _describe(
     """Show the units that wrapping would make."""
     from fsdp_flat.tools.plan_command import PlanFlags, show_plan
 
-    flags = PlanFlags(
-        wrap=wrap, strategy=strategy, replicas=replicas, api=api, precision=precision, reduce_dtype=reduce_dtype
-    )
+    flags = PlanFlags.of(context.params)
     return show_plan(model, ranks, flags, allow_pickle=allow_pickle, as_json=as_json)

@@ -39,6 +39,7 @@ class Use:
     """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module."""
 
     node: cst.BaseExpression
+    root: cst.Name  # its first name
     name: str  # the object's, dotted
     line: int
     is_sure: bool  # no other import may give the same expression another meaning
@@ -77,7 +78,6 @@ class Reached(cst.CSTVisitor):
         self.bindings: list[Binding] = []
         self.stars: list[tuple[int, str]] = []
         self.uses: list[Use] = []
-        self._roots: list[tuple[Use, cst.Name]] = []
 
     def line(self, node: cst.CSTNode) -> int:
         """Return the line that a node begins on."""
@@ -125,17 +125,15 @@ class Reached(cst.CSTVisitor):
             return  # the dotted name continues; the whole expression is visited separately
         if isinstance(node, cst.Name) and not is_module(name):
             return  # the name itself was imported: its import changes, the use stays
-        use = Use(node, name, self.line(node), is_sure=len(names) == 1)
-        self.uses.append(use)
-        self._roots.append((use, root))
+        self.uses.append(Use(node, root, name, self.line(node), is_sure=len(names) == 1))
 
     def leave_Module(self, original_node: cst.Module) -> None:
         """Assign uses to the imports that may bind their first names."""
-        for use, root in self._roots:
-            scope = self.get_metadata(meta.ScopeProvider, root, None)
-            assigned = {id(getattr(each, "node", None)) for each in scope[root.value]} if scope is not None else set()
+        for use in self.uses:
+            name, scope = use.root.value, self.get_metadata(meta.ScopeProvider, use.root, None)
+            assigned = {id(getattr(each, "node", None)) for each in scope[name]} if scope is not None else set()
             for binding in self.bindings:
-                if binding.local == root.value and id(binding.statement) in assigned:
+                if binding.local == name and id(binding.statement) in assigned:
                     binding.uses.append(use)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,11 @@ class PlanFlags:
     bandwidth: str | None = None
     flops: str | None = None
 
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> PlanFlags:
+        """Return the flags among the arguments of a command."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls) if field.name in arguments})
+
 
 def show_plan(
     name: str, num_ranks: int, flags: PlanFlags, *, allow_pickle: bool, as_json: bool, picture: Path | None = None
@@ -103,7 +108,7 @@ def show_plan(
         as_json: print JSON.
         picture: a file to draw the memory of the step into.
     """
-    model = named_model(name, allow_pickle=allow_pickle)
+    model, is_hub = named_model(name, allow_pickle=allow_pickle), is_hub_config(name)
     assumed: dict[str, str] = {}
     limit_nbytes = None
     if flags.batch is not None and flags.batch.partition("x")[0] == _AUTO:
@@ -111,7 +116,7 @@ def show_plan(
             raise OptionError("--batch auto needs --fit, the memory of a rank, as 80GB.")
         limit_nbytes = nbytes_of(flags.fit, "--fit")
         flags = _flags_of_auto(model, flags, assumed)
-    arguments = _unit_arguments(model, flags, assumed, is_hub=is_hub_config(name))
+    arguments = _unit_arguments(model, flags, assumed, is_hub=is_hub)
     if flags.batch is None and (flags.fit is not None or picture is not None):
         raise OptionError(f"{'--picture' if flags.fit is None else '--fit'} needs a --batch, to count activations.")
 
@@ -119,7 +124,7 @@ def show_plan(
         if flags.batch is None:
             return plan(model, num_ranks, **arguments)
         own = replace(flags, batch=flags.batch.replace(_AUTO, str(rows)))
-        return plan(model, num_ranks, **arguments, **_step_arguments(model, own, assumed, is_hub=is_hub_config(name)))
+        return plan(model, num_ranks, **arguments, **_step_arguments(model, own, assumed, is_hub=is_hub))
 
     try:
         if limit_nbytes is None:

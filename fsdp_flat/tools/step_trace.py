@@ -6,7 +6,7 @@ import heapq
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -105,13 +105,8 @@ class StepTrace:
 
     def exposed(self) -> list[Segment]:
         """Return the times in which a rank communicates, or waits for it, and does not compute."""
-        communicating = innermost(each for each in self.segments if each.work.communicates)
-        if not self.is_accelerator:
-            return communicating
-        return _without(communicating, [each for each in self.segments if not each.work.communicates])
-
-
-_START = attrgetter("start")
+        by_time = innermost(self.segments, lambda segment: (segment.work.communicates, -segment.start))
+        return [segment for segment in by_time if segment.work.communicates]
 
 
 def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
@@ -171,16 +166,18 @@ def read_trace(events: Sequence[dict[str, Any]]) -> StepTrace:
     )
 
 
-def innermost(spans: Iterable[Segment]) -> list[Segment]:
-    """Return segments without overlap, in order: at each time that of the span which began last."""
-    ordered = sorted(spans, key=_START)
+def innermost(
+    spans: Iterable[Segment], order: Callable[[Segment], Any] = lambda segment: -segment.start
+) -> list[Segment]:
+    """Return segments without overlap, in order: at each time the first by ``order``, or the span which began last."""
+    ordered = sorted(spans, key=attrgetter("start"))
     times = sorted({time for span in ordered for time in (span.start, span.stop)})
     segments: list[Segment] = []
-    running: list[tuple[float, int, Segment]] = []
+    running: list[tuple[Any, int, Segment]] = []
     begun = 0
     for start, stop in pairwise(times):
         while begun < len(ordered) and ordered[begun].start <= start:
-            heapq.heappush(running, (-ordered[begun].start, -begun, ordered[begun]))
+            heapq.heappush(running, (order(ordered[begun]), -begun, ordered[begun]))
             begun += 1
         while running and running[0][2].stop <= start:
             heapq.heappop(running)
@@ -259,24 +256,3 @@ def _on_device_clock(allocated: list[tuple[float, int]], kernels: Iterable[_Kern
     starts.append(max(kernel.segment.stop for kernel in computing))
     # A device that waits for the host starts a kernel after the host took its memory, never before.
     return [(max(time, starts[bisect_left(launches, time)]), nbytes) for time, nbytes in allocated]
-
-
-def _without(segments: Iterable[Segment], others: Iterable[Segment]) -> list[Segment]:
-    """Return the parts of ``segments``, which do not overlap, at which none of ``others`` runs."""
-    pieces = sorted(segments, key=_START)
-    covers = innermost(others)
-    left = []
-    first = 0
-    for piece in pieces:
-        while first < len(covers) and covers[first].stop <= piece.start:
-            first += 1
-        start = piece.start
-        for cover in covers[first:]:
-            if cover.start >= piece.stop:
-                break
-            if cover.start > start:
-                left.append(piece._replace(start=start, stop=cover.start))
-            start = max(start, cover.stop)
-        if start < piece.stop:
-            left.append(piece._replace(start=start))
-    return left
