@@ -126,7 +126,7 @@ def _verify(path: Checkpoint, allow_pickle: Pickle = False, as_json: Json = Fals
 
 @app.command("diff", epilog="Example: fsdp-flat diff run/step-00000100 model.safetensors")
 def _diff(
-    a: Annotated[Path, typer.Argument(metavar="A", parser=_path, help="A checkpoint.")],
+    a: Source,
     b: Annotated[Path, typer.Argument(metavar="B", parser=_path, help="Another one, of any format.")],
     key: Key = None,
     atol: Annotated[float, typer.Option("--atol", min=0, help="Absolute difference of values that is none.")] = 0.0,

@@ -175,28 +175,29 @@ def _write_safetensors(source: StoredCheckpoint, path: Path, options: WriteOptio
             aliases[tensor.name] = same
         else:
             tensors[tensor.name] = tensor
-    if options.dtype is not None and (coded := sorted(set(owners_of_constants(tensors).values()))):
-        raise OptionError(
-            f"--dtype would change the codes of quantized parameters, {some_of(coded, 3)}. Write them as they are "
-            "stored, without it."
-        )
-    files = divided(
-        {name: _nbytes_as(tensor, options.dtype) for name, tensor in tensors.items()}, options.max_file_bytes
-    )
+    if options.dtype is not None:
+        if coded := sorted(set(owners_of_constants(tensors).values())):
+            raise OptionError(
+                f"--dtype would change the codes of quantized parameters, {some_of(coded, 3)}. Write them as they are "
+                "stored, without it."
+            )
+        floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype.is_floating_point}
+        tensors |= {name: replace(tensor, dtype=options.dtype) for name, tensor in floats.items()}  # cast when read
+    files = divided({name: tensor.nbytes for name, tensor in tensors.items()}, options.max_file_bytes)
     if path.name.endswith(".safetensors.partial"):
         if len(files) > 1:
             raise OptionError(f"The model is larger than one file of {options.max_file_bytes:,} bytes; name a folder.")
         if options.config is not None:
             raise OptionError("config.json is written into a folder, and one file was named; name a folder.")
-        _write_safetensors_file(path, tensors, aliases, options.dtype, update)
+        _write_safetensors_file(path, tensors, aliases, update)
         return
     path.mkdir()
     for file, names in files.items():
         group = {name: tensors[name] for name in names}
         same_there = {alias: same for alias, same in aliases.items() if same in group}
-        _write_safetensors_file(path / file, group, same_there, options.dtype, update)
+        _write_safetensors_file(path / file, group, same_there, update)
     if len(files) > 1:
-        index = index_of(files, sum(_nbytes_as(tensor, options.dtype) for tensor in tensors.values()))
+        index = index_of(files, sum(tensor.nbytes for tensor in tensors.values()))
         (path / INDEX_NAME).write_text(json.dumps(index, indent=2))
     config = config_of(source.path, options)
     if config is not None:
@@ -216,27 +217,14 @@ def _write_config(config: Path, to: Path, dtype: torch.dtype | None) -> None:
     to.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def _as(tensor: TensorInFiles, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype to write a tensor in: the one that was chosen counts for floating-point tensors."""
-    return dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
-
-
-def _nbytes_as(tensor: TensorInFiles, dtype: torch.dtype | None) -> int:
-    return tensor.numel * _as(tensor, dtype).itemsize
-
-
 def _write_safetensors_file(
-    path: Path,
-    tensors: Mapping[str, TensorInFiles],
-    aliases: Mapping[str, str],
-    dtype: torch.dtype | None,
-    update: Update,
+    path: Path, tensors: Mapping[str, TensorInFiles], aliases: Mapping[str, str], update: Update
 ) -> None:
-    templates = {name: torch.empty(t.shape, dtype=_as(t, dtype), device="meta") for name, t in tensors.items()}
+    templates = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
     writer = FileWriter(path, templates, {"format": "pt", **aliases})
     try:
         for name, tensor in tensors.items():
-            writer.write(name, tensor.full().to(_as(tensor, dtype)))
+            writer.write(name, tensor.full())
             update(tensor.nbytes)
         writer.commit()
     except BaseException:

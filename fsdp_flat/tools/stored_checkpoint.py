@@ -112,7 +112,8 @@ class TensorInFiles:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Read some rows: a tensor of shape ``(stop - start, *shape[1:])``; of a tensor without dims its one element.
 
-        Memory for the rows is needed, unless one part has them all and maps its file, and for one part.
+        Memory for the rows is needed, unless one part has them all and maps its file, and for one part. Elements of
+        another dtype than ``self.dtype`` are cast.
 
         Raises:
             LoadError: the files do not hold all of them, or are cut off.
