@@ -89,7 +89,7 @@ def test_the_counter_sees_bytes_sent_and_bytes_that_come_back_under_a_storage(ra
     assert counter.peak >= 4000
 
 
-@pytest.mark.from_size("cover", "runs benchmarks, which start their ranks themselves")
+@pytest.mark.from_size("all", "runs a benchmark, which starts its ranks itself")
 def test_saves_of_both_ways_are_measured(tmp_path: Path) -> None:
     saves.main(["--ranks", "2", "--preset", "tiny", "--rounds", "1", "--out", str(tmp_path)])
     results = json.loads((tmp_path / "saves.json").read_text())

@@ -119,7 +119,7 @@ def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Pat
             os.kill(pid, 0)
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("all", "starts torchrun, whose ranks import torch")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the ranks of a job in /proc")
 def test_elastic_goes_on_from_its_last_checkpoint_after_a_rank_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +140,7 @@ def test_elastic_goes_on_from_its_last_checkpoint_after_a_rank_was_killed(
     assert "step 149" in output
 
 
-@pytest.mark.from_size("cover", "starts torchrun, whose ranks import torch")
+@pytest.mark.from_size("all", "starts torchrun, whose ranks import torch")
 def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_model(tmp_path: Path) -> None:
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     command = torchrun(

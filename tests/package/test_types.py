@@ -41,12 +41,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return result.stdout.splitlines()
 
 
-@pytest.mark.from_size("cover", "runs mypy on a program and on all that it imports")
+@pytest.mark.from_size("all", "runs mypy on a program and on all that it imports")
 def test_calls_that_the_documentation_shows_pass_a_type_checker(report: list[str]) -> None:
     assert [line for line in report if line.startswith(PROGRAM.name)] == []
 
 
-@pytest.mark.from_size("cover", "runs mypy on a program and on all that it imports")
+@pytest.mark.from_size("all", "runs mypy on a program and on all that it imports")
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_does_not_pass(report: list[str], name: str) -> None:
     assert any(line.startswith(f"{name}:4: error: ") for line in report), report

@@ -15,7 +15,7 @@ PASSING = "def test_that_passes() -> None:\n    assert True\n"
 FAILING = "def test_that_fails() -> None:\n    assert 1 == 2\n"
 
 
-@pytest.mark.from_size("cover", "starts the sessions of a run of its own")
+@pytest.mark.from_size("all", "starts the sessions of a run of its own; each run of the suite starts some")
 def test_each_file_runs_once_and_failures_come_between_the_line_of_progress_and_the_closing_lines(
     tmp_path: Path,
 ) -> None:

@@ -213,7 +213,7 @@ def anonymous_nbytes(pid: int) -> int:
     return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("RssAnon")), 0)
 
 
-@pytest.mark.from_size("cover", "converts a large file")
+@pytest.mark.from_size("all", "converts a large file")
 def test_converting_takes_an_eighth_of_the_memory_that_the_checkpoint_has(tmp_path: Path) -> None:
     assert NUM_TENSORS * TENSOR_NBYTES == 8 * BUDGET
     state = {f"w{i}": torch.full((TENSOR_NBYTES // 4096, 1024), float(i)) for i in range(NUM_TENSORS)}

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 def case_of(name: str) -> Case:
     if name == "Stack":
-        return Case(partial(Stack, 8, 64), (Block,), normal(dist.get_rank(), 16, 64), square_loss)
+        return Case(partial(Stack, 4, 64), (Block,), normal(dist.get_rank(), 16, 64), square_loss)
     return Case(partial(gpt.GPT, SETTING), (gpt.Block,), gpt.batch_of(SETTING, dist.get_rank(), 0), gpt.loss_of)
 
 
@@ -367,9 +367,9 @@ def test_a_plan_counts_the_operations_and_bytes_of_a_step_by_their_formulas() ->
 
 
 def test_recomputation_trades_activations_for_operations() -> None:
-    plain = plan(meta(partial(Stack, 8, 64)), 2, **WIDE)
-    units = plan(meta(partial(Stack, 8, 64)), 2, checkpointing=True, **WIDE)
-    classes = plan(meta(partial(Stack, 8, 64)), 2, checkpointing=[Block], **WIDE)
+    plain = plan(meta(partial(Stack, 4, 64)), 2, **WIDE)
+    units = plan(meta(partial(Stack, 4, 64)), 2, checkpointing=True, **WIDE)
+    classes = plan(meta(partial(Stack, 4, 64)), 2, checkpointing=[Block], **WIDE)
     assert units == classes
     assert units.flops > plain.flops
     assert units.phases[0].nbytes.activations < plain.phases[0].nbytes.activations
@@ -415,7 +415,7 @@ def test_activations_on_the_host_leave_those_of_a_few_units(api: str) -> None:
 @pytest.mark.from_size("cover", "plans a step in many ways")
 def test_a_search_takes_optimizer_states_to_the_host_before_everything() -> None:
     arguments: dict[str, Any] = {"batch": torch.empty(512, 64, device="meta"), "checkpointing": True}
-    build = partial(Stack, 8, 64)
+    build = partial(Stack, 4, 64)
     kwargs: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.FULL_SHARD, **arguments}
     least = plan(meta(build), 4, cpu_offload=CPUOffload(offload_optimizer=True), **kwargs)
     assert least.peak_nbytes < plan(meta(build), 4, **kwargs).peak_nbytes
@@ -435,7 +435,7 @@ def test_a_search_with_offloaded_activations_compares_plans_of_several_units() -
 @pytest.mark.from_size("cover", "plans a step in many ways")
 def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:
     arguments: dict[str, Any] = {"batch": torch.empty(512, 64, device="meta")}
-    largest = plan(meta(partial(Stack, 8, 64)), 4, fit="1TB", **arguments)
+    largest = plan(meta(partial(Stack, 4, 64)), 4, fit="1TB", **arguments)
     assert largest.fits
     assert {choice.strategy for choice in largest.choices} == {"NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"}
     assert {choice.wrapping for choice in largest.choices} == {"one unit", "units of Block"}
@@ -444,14 +444,14 @@ def test_a_search_takes_the_plan_that_fits_at_the_least_cost() -> None:
 
     assert not any(choice.offloads for choice in largest.choices), "it is compared if nothing fits without it"
     without_offload = [choice.peak_nbytes for choice in largest.choices]
-    tight = plan(meta(partial(Stack, 8, 64)), 4, fit=min(without_offload), **arguments)
+    tight = plan(meta(partial(Stack, 4, 64)), 4, fit=min(without_offload), **arguments)
     best = tight.choices[0]
     assert (best.offloads, best.peak_nbytes) == (False, min(without_offload))
-    again = plan(meta(partial(Stack, 8, 64)), 4, **arguments, **best.arguments)
+    again = plan(meta(partial(Stack, 4, 64)), 4, **arguments, **best.arguments)
     assert again.peak_nbytes == tight.peak_nbytes, "the arguments of a choice give its plan"
     assert f"Take {best}" in str(tight)
 
-    smallest = plan(meta(partial(Stack, 8, 64)), 4, fit=10, **arguments)
+    smallest = plan(meta(partial(Stack, 4, 64)), 4, fit=10, **arguments)
     assert not smallest.fits
     assert {choice.offloads for choice in smallest.choices} == {False, True}
     assert smallest.peak_nbytes == min(choice.peak_nbytes for choice in smallest.choices) < min(without_offload)
