@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,13 @@ def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
 
 
+def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a module's forward by name; of a wrapper's those of the module in it."""
+    while FSDP_WRAPPED_MODULE in module._modules:
+        module = module.get_submodule(FSDP_WRAPPED_MODULE)
+    return inspect.signature(module.forward).parameters
+
+
 def input_cast(
     module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Inputs]:
@@ -35,9 +42,7 @@ def input_cast(
     cast = partial(_cast, dtype)
     if not uncast:
         return lambda args, kwargs: map_tensors((args, kwargs), cast)
-    while FSDP_WRAPPED_MODULE in module._modules:
-        module = module.get_submodule(FSDP_WRAPPED_MODULE)
-    positional = tuple(inspect.signature(module.forward).parameters)
+    positional = tuple(forward_parameters(module))
 
     def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         names = positional + ("",) * len(args)

@@ -13,7 +13,7 @@ from fsdp_flat.guards.assigned_parameters import AssignedParameters
 from fsdp_flat.guards.changed_parameters import ChangedParameters
 from fsdp_flat.guards.changed_weights import ChangedWeights
 from fsdp_flat.guards.compiled_modules import CompiledModules
-from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights
+from fsdp_flat.guards.low_precision_weights import LowPrecisionWeights, UncastInputs
 from fsdp_flat.guards.meta_tensors import MetaTensors
 from fsdp_flat.guards.optimizers import Optimizers
 from fsdp_flat.guards.out_of_memory import OutOfMemory
@@ -32,6 +32,7 @@ DEFAULT = (
     TrainedReplicas(),
     UnmanagedTensors(),
     LowPrecisionWeights(),
+    UncastInputs(),
     Optimizers(),
     OutOfMemory(),
 )

@@ -312,6 +312,16 @@ def test_inputs_that_are_named_stay_in_fp32_by_position_and_by_keyword(rank: int
     assert cast.seen["table"] == BF16, "without the option everything is cast, as by FSDP1"
 
 
+@pytest.mark.of_guards
+@on_ranks(2)
+def test_a_named_input_that_no_forward_takes_is_warned_of_once(rank: int) -> None:
+    precision = MixedPrecision(param_dtype=BF16, uncast_inputs=("input", "positions"))
+    model = FSDP(nn.Linear(2, 2), mixed_precision=precision)
+    with pytest.warns(UserWarning, match="uncast_inputs names 'positions', and no forward of a unit has"):
+        model(torch.ones(1, 2, dtype=BF16))
+    model(torch.ones(1, 2, dtype=BF16))
+
+
 @on_ranks(2)
 def test_integers_and_bools_are_never_cast(rank: int) -> None:
     class Lookup(nn.Module):
