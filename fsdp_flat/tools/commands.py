@@ -146,7 +146,11 @@ def _convert(
     b: Target,
     to: Annotated[
         Literal["full", "dcp", "sharded", "safetensors", "torch"],
-        typer.Option("--to", help="What to write; the page of commands describes each."),
+        typer.Option(
+            "--to",
+            help="full: the model in one file of torch.save; torch: all, likewise; safetensors: the model, for hubs; "
+            "dcp: for torch.distributed.checkpoint; sharded: for load_checkpoint.",
+        ),
     ],
     ranks: Ranks = 1,
     key: Key = None,

@@ -85,7 +85,10 @@ def imported(name: str) -> Any:
     except FsdpFlatError:
         raise
     except (Exception, SystemExit) as error:  # of the module's own code
-        raise OptionError(f"{name} cannot be imported: {words_of(error)}.") from error
+        raise OptionError(
+            f"{name} cannot be imported, which runs its file: {words_of(error)}. Put what trains below "
+            'if __name__ == "__main__".'
+        ) from error
     return made
 
 
