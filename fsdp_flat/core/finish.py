@@ -35,7 +35,7 @@ class Answers:
         backward: the backward.
         unmanaged: parameters outside of units whose gradients are averaged, by name.
         averaged: what ranks have compared of them, a line for each.
-        calls: the last call that has clipped gradients, and the number of loads, which ranks have compared too.
+        calls: the last calls that have clipped gradients, and the number of loads, which ranks have compared too.
         used: for each parameter group one byte per parameter: 1 if any rank has used it; without ``outcome``, this one.
         unreduced: parameter groups whose gradients all ranks have to reduce yet.
         outcome: what all ranks have said; None while this rank has not waited for them.
@@ -64,7 +64,6 @@ class EndOfBackward:
     Attributes:
         exchange: exchanges bytes between ranks.
         unread: what :meth:`read` has yet to read of the last backward's exchange on this rank, or None.
-        clipped: the last call that has clipped gradients over all ranks, with its norm; empty without one.
         shows_unreduced: the last backward has left gradients unreduced, and ``.grad`` shows this rank's own.
     """
 
@@ -79,7 +78,6 @@ class EndOfBackward:
         self._param_groups = [param_group for unit in units for param_group in unit.param_groups]
         self.exchange = BackwardExchange(units, collective_log)
         self._collective_log = collective_log
-        self.clipped = ""
         self.forget()
 
     def forget(self) -> None:
@@ -151,7 +149,8 @@ class EndOfBackward:
         is_needed = bool(unreduced) or self._needs_other_ranks(backward, reduced, used)
         # A collective of gloo that ends while torch's profiler stops makes torch write to freed memory.
         waits = is_needed or self._waits_for_ranks or not exchange.can_be_read_later or profiler_is_on()
-        calls = [self.clipped, f"{sum([unit.num_loads for unit in self._units])} loads of units from full state dicts"]
+        loads = f"{sum([unit.num_loads for unit in self._units])} loads of units from full state dicts"
+        calls = [*dict.fromkeys([unit.clipped for unit in self._units if unit.clipped]), loads]
         same, retains = "\n".join([*averaged, *calls]).encode(), backward.retains_graph
         exchange.begin(used, unreduced, same=same, retains_graph=retains, is_needed=is_needed, waits=waits)
         reductions.finish()

@@ -56,6 +56,7 @@ class Unit:
         state: the state of the parameters' memory; only :meth:`_move` sets it.
         gathered_version: the version of the weights that the buffers hold, or held last.
         holds_graph: the last backward recorded a graph (``create_graph=True``), which may need the buffers.
+        clipped: the last call that has clipped the gradients over all ranks, with its norm; empty without one.
         averages_ignored: average over ranks the gradients of parameters that no unit manages; None until a caller says.
         stored_tensors: finds tensors that modules store in forward, through which a backward may reach the unit.
         forward_hooks: hooks of a caller that run the unit's forwards in the place of the module's call; else None.
@@ -78,6 +79,7 @@ class Unit:
         self.cast_inputs = None if dtype is None else input_cast(self.module, dtype, precision.uncast_inputs)
         self.phase = Phase.IDLE
         self.depth = self.num_loads = 0
+        self.clipped = ""
         self.control = UnitControl.of(self.options.strategy)
         self.policy = ReductionPolicy()
         self.holds_graph = False

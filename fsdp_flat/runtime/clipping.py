@@ -106,7 +106,7 @@ def clip_grads(
     for unit in units:
         unit.step.clipped_norm = total
         if is_shared:  # else a rank may clip alone
-            unit.step.end.clipped = f"clip_grad_norm_ with max_norm={max_norm} and norm_type={norm_type}"
+            unit.clipped = f"clip_grad_norm_ with max_norm={max_norm} and norm_type={norm_type}"
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"The norm of order {norm_type} of the gradients of all ranks is non-finite ({float(total)}), so they "

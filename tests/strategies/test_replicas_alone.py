@@ -77,6 +77,11 @@ def test_a_replica_may_run_forwards_with_gradients_that_no_backward_reaches(
     pair.train(num_steps=2)
 
 
+def clip(pair: Beside, max_norm: float) -> None:
+    for optimizer in pair.optimizers.values():
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
+
+
 @FRONTS
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"])
 @pytest.mark.parametrize("with_gradients", [False, True])
@@ -90,8 +95,10 @@ def test_a_unit_trains_by_itself_after_one_replica_has_run_the_model(
     for num_forwards in (1, 0, 2):
         with torch.set_grad_enabled(with_gradients):
             outputs += run_alone(pair.ours, trains=True, num_forwards=num_forwards)
+        clip(pair, 0.1)  # without gradients, which have been cleared
         pair.backward(lambda model, x: square_loss(model.blocks[1], x))
         pair.check_gradients()
+        clip(pair, 0.2)
         pair.step()
     pair.train(num_steps=2)
     outputs += run_alone(pair.ours, trains=True)
