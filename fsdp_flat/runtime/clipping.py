@@ -70,6 +70,8 @@ def clip_grads(
         error_if_nonfinite: raise a RuntimeError, on every rank, if the norm is inf or NaN.
     """
     max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if max_norm < 0:
+        warn_user(f"max_norm={max_norm} turns gradients around, as in torch. To clip nothing, pass float('inf').")
     units = list(units)
     # Groups do not depend on gradients: ranks must exchange the same norms.
     by_groups: dict[tuple[RankGroup, ...], _SplitGrads] = {}

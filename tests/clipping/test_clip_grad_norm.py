@@ -263,6 +263,17 @@ def test_a_gradient_that_is_not_finite_shows_in_the_norm_of_every_rank(rank: int
     assert model.clip_grad_norm_(1.0).isinf()
 
 
+@on_ranks(2)
+def test_a_negative_bound_is_warned_of_and_does_what_torchs_does(rank: int) -> None:
+    model = shard(seeded())
+    square_loss(model, batch(rank)).backward()
+    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    with pytest.warns(UserWarning, match=r"max_norm=-1.0 turns gradients around"):
+        model.clip_grad_norm_(-1.0)
+    after = [param.grad for param in model.parameters() if param.grad is not None]
+    assert all(torch.equal(a.sign(), -b.sign()) for a, b in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("call", ["max_norm", "norm_type"])
 @on_ranks(2)
 def test_ranks_that_clip_by_another_norm_are_told_in_the_next_backward(call: str, rank: int) -> None:
