@@ -28,11 +28,11 @@ _DEVICE = torch.ops.prim.device.default
 class _Memory:
     """Describes the memory of one storage, as it was counted last."""
 
-    __slots__ = ("is_resizable", "kind", "nbytes", "on_host", "storage")
+    __slots__ = ("kind", "nbytes", "on_host", "storage")
 
     def __init__(self, storage: weakref.ref[torch.UntypedStorage], kind: int, *, on_host: bool) -> None:
         self.storage, self.kind, self.on_host = storage, kind, on_host
-        self.nbytes, self.is_resizable = 0, False
+        self.nbytes = 0
 
 
 def _on_planned_device(value: Any) -> Any:
@@ -76,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
         if memory is None:
             return
         if kind == GATHERED:
-            memory.is_resizable, self._resizable[key] = True, memory
+            self._resizable[key] = memory
         if memory.kind != kind:
             self._set_kind(memory, kind)
 
@@ -102,7 +102,6 @@ class LiveBytes(TorchDispatchMode):
         memory = self._known[key] = _Memory(reference, kind, on_host=on_host)
         self._add(memory, storage.nbytes())
         if is_empty:
-            memory.is_resizable = True
             self._resizable[key] = memory
 
     def _add(self, memory: _Memory, nbytes: int) -> None:
@@ -158,11 +157,10 @@ class LiveBytes(TorchDispatchMode):
         Memory that ``torch.empty`` returned, and that an operator on gradients takes, is for gradients too.
         """
         keys = [tensor.untyped_storage()._cdata for tensor in _tensors_in((*args, *kwargs.values()))]
-        inputs = [self._known[key] for key in keys if key in self._known]
-        kinds = {memory.kind for memory in inputs}
+        kinds = {self._known[key].kind for key in keys if key in self._known}
         if GRADIENTS in kinds:
-            for memory in inputs:
-                if memory.kind == ACTIVATIONS and memory.is_resizable:
+            for memory in [self._resizable[key] for key in keys if key in self._resizable]:
+                if memory.kind == ACTIVATIONS:
                     self._set_kind(memory, GRADIENTS)
             return GRADIENTS
         if (name in _COPIES or "empty" in name) and kinds & {PARAMETERS, GATHERED}:

@@ -53,11 +53,13 @@ def search(
             compared += _compared(module, chosen, step, checkpointed, limit_nbytes)
         if not _any_fits(compared, limit_nbytes):
             compared += _compared(module, replace(arguments, offloads=True), step, checkpointed, limit_nbytes)
-    fitting = sorted(
-        (pair for pair in compared if pair[0].peak_nbytes <= limit_nbytes), key=lambda pair: pair[0].cost()
-    )
-    too_large = sorted((pair for pair in compared if pair not in fitting), key=lambda pair: pair[0].peak_nbytes)
-    ordered = [*fitting, *too_large]
+
+    def order(pair: _Compared) -> tuple[Any, ...]:
+        """Put what fits first, by its cost, and then what does not, by its peak."""
+        choice, _ = pair
+        return (0, choice.cost()) if choice.peak_nbytes <= limit_nbytes else (1, choice.peak_nbytes)
+
+    ordered = sorted(compared, key=order)
     return replace(ordered[0][1], limit_nbytes=limit_nbytes, choices=tuple(choice for choice, _ in ordered))
 
 

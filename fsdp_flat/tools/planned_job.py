@@ -78,8 +78,8 @@ class Machine:
         self._bandwidth, self._flops_a_second = bandwidth, flops
         self.compute = self.current = PlannedStream(self)
         self._streams = [self.compute]
-        self._network_free_at = self._began_at = 0.0
-        self.sent_nbytes, self.flops, self.exposed_seconds = 0.0, 0, 0.0
+        self._network_free_at = 0.0
+        self.begin()
 
     def begin(self) -> None:
         """Begin a step, when all earlier work has ended."""
