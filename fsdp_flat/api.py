@@ -77,7 +77,7 @@ def member_of(
 
 def flag(value: object, argument: str) -> bool:
     """Return an argument as a bool; raise an OptionTypeError for a text that says no, which Python counts as True."""
-    if isinstance(value, str) and value.strip().lower() in ("", "0", "false", "no", "none", "off"):
+    if isinstance(value, str) and value.strip().lower() in ("0", "false", "no", "none", "off"):
         raise OptionTypeError(
             f"{argument} must be True or False; got {value!r}, a text, which counts as True in Python. A command line "
             "or a config file may have made it: convert it there."
